@@ -1,0 +1,1 @@
+"""Runnable examples; each module is started with ``python -m examples.<name>``."""

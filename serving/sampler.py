@@ -1,0 +1,161 @@
+"""Choosing tokens on the device, and the per-lane state that it needs. Pure functions.
+
+A lane is a running sequence's place in the device's state. The last lane is scrap: padding rows
+read and write it. What a step must know about earlier tokens lives here, because a step is
+dispatched before the host has read the last one's tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt
+
+from serving.core import MAX_STOP_TOKEN_IDS, SamplingParams
+
+
+class LaneState(NamedTuple):
+    """What the device keeps of each lane between steps."""
+
+    last_token: Int[Array, "lanes"]
+    seed: UInt[Array, "lanes 2"]
+    temperature: Float[Array, "lanes"]  # 0 is greedy
+    top_k: Int[Array, "lanes"]  # 0 is no limit
+    top_p: Float[Array, "lanes"]
+    min_p: Float[Array, "lanes"]
+    stop_after: Int[Array, "lanes"]  # a token at an earlier position may not be a stop token
+    stop_ids: Int[Array, "lanes stop_ids"]  # -1 where unused
+
+
+def empty_lanes(lanes: int) -> LaneState:
+    """Host arrays for `lanes` lanes, scrap included, all greedy."""
+    return LaneState(
+        last_token=np.zeros(lanes, np.int32),
+        seed=np.zeros((lanes, 2), np.uint32),
+        temperature=np.zeros(lanes, np.float32),
+        top_k=np.zeros(lanes, np.int32),
+        top_p=np.ones(lanes, np.float32),
+        min_p=np.zeros(lanes, np.float32),
+        stop_after=np.zeros(lanes, np.int32),
+        stop_ids=np.full((lanes, MAX_STOP_IDS), -1, np.int32),
+    )
+
+
+# Stop ids a lane holds: a request's own, and the model's end-of-sequence ids.
+MAX_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
+
+
+def lane_row(
+    sampling: SamplingParams, seed: int, prompt_length: int, eos_ids: tuple[int, ...]
+) -> LaneState:
+    """One lane's row for a sequence, as host arrays without the lanes axis."""
+    stop_ids = list(dict.fromkeys((*sampling.stop_token_ids, *eos_ids)))
+    padded = np.full(MAX_STOP_IDS, -1, np.int32)
+    padded[: len(stop_ids)] = stop_ids
+    return LaneState(
+        last_token=np.int32(0),
+        seed=np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
+        temperature=np.float32(sampling.temperature),
+        top_k=np.int32(min(sampling.top_k, np.iinfo(np.int32).max)),
+        top_p=np.float32(sampling.top_p),
+        min_p=np.float32(sampling.min_p),
+        stop_after=np.int32(prompt_length + sampling.min_tokens),
+        stop_ids=padded,
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def admit(lanes: LaneState, lane: Int[Array, ""], row: LaneState) -> LaneState:
+    """Donates `lanes`; row `lane` becomes `row`."""
+    return jax.tree.map(lambda table, value: table.at[lane].set(value), lanes, row)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="greedy")
+def sample(
+    lanes: LaneState,
+    lane_ids: Int[Array, "rows"],
+    positions: Int[Array, "rows"],
+    logits: Float[Array, "rows vocab"],
+    *,
+    greedy: bool,
+) -> tuple[LaneState, Int[Array, "rows"]]:
+    """The tokens at `positions` of the sequences in `lane_ids`. Donates `lanes`.
+
+    `greedy` says that every row has temperature 0, which saves the rest of the work; a greedy row
+    gets the same token either way. Random numbers depend on a lane's seed and the position alone.
+    """
+    rows: LaneState = jax.tree.map(lambda table: table[lane_ids], lanes)
+    logits = _without_early_stops(logits, rows, positions)
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if not greedy:
+        drawn = jnp.argmax(_filtered(logits, rows) + _gumbel(rows.seed, positions, logits), axis=-1)
+        tokens = jnp.where(rows.temperature > 0, drawn.astype(jnp.int32), tokens)
+    return lanes._replace(last_token=lanes.last_token.at[lane_ids].set(tokens)), tokens
+
+
+def _without_early_stops(logits, rows: LaneState, positions):
+    """min_tokens: stop ids cannot be chosen before `stop_after`."""
+    vocab = logits.shape[-1]
+    early = (positions < rows.stop_after)[:, None] & (rows.stop_ids >= 0)
+    ids = jnp.where(early, rows.stop_ids, vocab)  # past the end: dropped
+    return jax.vmap(lambda row, drop: row.at[drop].set(-jnp.inf, mode="drop"))(logits, ids)
+
+
+def _gumbel(seeds, positions, logits):
+    """Gumbel noise: argmax(logits + noise) draws from softmax(logits)."""
+
+    def row(seed, position):
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
+
+    return jax.vmap(row)(seeds, positions)
+
+
+def _filtered(logits, rows: LaneState):
+    """Temperature, then top_k, top_p and min_p, in transformers' order; what is cut is -inf.
+
+    All three keep the tokens nearest to the best one: each is a limit on a token's distance, its
+    logit's shortfall. Tokens that tie at a limit are all kept.
+    """
+    vocab = logits.shape[-1]
+    temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
+    logits = logits / temperature[:, None]
+    distance = jnp.max(logits, axis=-1, keepdims=True) - logits
+
+    top_k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
+    ones = jnp.ones_like(distance)
+    limit = _distance_holding(distance, ones, top_k.astype(jnp.float32))
+
+    mass = jnp.where(distance <= limit[:, None], jnp.exp(-distance), 0.0)
+    mass = mass / jnp.sum(mass, axis=-1, keepdims=True)
+    wanted = jnp.where(rows.top_p < 1, rows.top_p, jnp.inf)
+    limit = jnp.minimum(limit, _distance_holding(distance, mass, wanted))
+
+    limit = jnp.minimum(limit, -jnp.log(rows.min_p))
+    return jnp.where(distance <= limit[:, None], logits, -jnp.inf)
+
+
+def _distance_holding(
+    distance: Float[Array, "rows vocab"],
+    weight: Float[Array, "rows vocab"],
+    wanted: Float[Array, "rows"],
+) -> Float[Array, "rows"]:
+    """The smallest c for which the weight within distance c reaches `wanted`; inf if none does.
+
+    Exact and without a sort: non-negative floats order as their bits do, so c, the largest t with
+    too little weight below t, is found bit by bit.
+    """
+    infinity = jax.lax.bitcast_convert_type(jnp.float32(jnp.inf), jnp.int32)
+
+    def turn(index, bits):
+        trial = bits | (jnp.int32(1 << 30) >> index)
+        below = distance < jax.lax.bitcast_convert_type(trial, jnp.float32)[:, None]
+        too_little = jnp.sum(jnp.where(below, weight, 0.0), axis=-1) < wanted
+        return jnp.where(too_little & (trial <= infinity), trial, bits)
+
+    bits = jax.lax.fori_loop(0, 31, turn, jnp.zeros(wanted.shape, jnp.int32))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

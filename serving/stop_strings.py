@@ -1,0 +1,69 @@
+"""Cut a growing text at the first stop string, without ever showing a part of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStringFilter:
+    """Passes an answer's text on until one of `stops` is complete. One object per answer.
+
+    The match is the one that is complete first, reading character by character, and of several that
+    end at the same character the longest; so neither the text nor the match depends on how the text
+    was split into pushes. Work is linear in the text and in the stop strings, whatever they are.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Raises ValueError for an empty stop string."""
+        self._matchers = [_Matcher(stop) for stop in stops]
+        self._held = ""  # read but not passed on: it may be the start of a stop string
+        self._matched: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Read `text`; returns the text now safe to show, and the stop string once one is complete.
+
+        The stop string itself is never shown. After a match nothing more is shown.
+        """
+        if self._matched is not None:
+            return "", self._matched
+        if not self._matchers:
+            return text, None
+        seen = self._held + text
+        for position, character in enumerate(text, start=len(self._held) + 1):
+            complete = [matcher.stop for matcher in self._matchers if matcher.step(character)]
+            if complete:
+                self._matched = max(complete, key=len)
+                self._held = ""
+                return seen[: position - len(self._matched)], self._matched
+        safe = len(seen) - max(matcher.length for matcher in self._matchers)
+        self._held = seen[safe:]
+        return seen[:safe], None
+
+    def flush(self) -> str:
+        """The text held back, once the answer has ended without a match."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Matcher:
+    """Knuth, Morris and Pratt's search for one string, fed a character at a time."""
+
+    def __init__(self, stop: str) -> None:
+        if not stop:
+            raise ValueError("stop strings must not be empty")
+        self.stop = stop
+        self.length = 0  # of the longest start of `stop` that the text ends with
+        # borders[n]: length of the longest proper suffix of stop[:n] that also starts it.
+        self._borders = [0, 0]
+        for character in stop[1:]:
+            self._borders.append(self._extend(self._borders[-1], character))
+
+    def step(self, character: str) -> bool:
+        """Whether `character` completes the stop string. Not to be called after that."""
+        self.length = self._extend(self.length, character)
+        return self.length == len(self.stop)
+
+    def _extend(self, length: int, character: str) -> int:
+        while length and self.stop[length] != character:
+            length = self._borders[length]
+        return length + 1 if self.stop[length] == character else 0

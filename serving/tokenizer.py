@@ -1,0 +1,288 @@
+"""A model folder's tokenizer: text to token ids and back, its special tokens, its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+
+from jaxlora.errors import CheckpointError
+from serving.chat_template import ChatTemplate, ChatTemplateError, load_chat_template
+
+
+# The named special tokens, in the order transformers has them.
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """Encodes and decodes as transformers does for the same folder. Threads may share one.
+
+    Properties: `vocab_size` is one more than the largest token id; `eos_token_ids` ends an answer;
+    `bos_token_id`, `bos_token` and `eos_token` are None where the folder names none.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: Sequence[int],
+        chat_template: ChatTemplate | None,
+    ) -> None:
+        self._backend = backend
+        self._chat_template = chat_template
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.bos_token = special_tokens.get("bos_token")
+        self.eos_token = special_tokens.get("eos_token")
+        self.bos_token_id = None if self.bos_token is None else backend.token_to_id(self.bos_token)
+
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._added = frozenset(added)
+        special = {token_id for token_id, token in added.items() if token.special}
+        empty = {token_id for token, token_id in vocabulary.items() if not token}
+        holes = set(range(self.vocab_size)).difference(vocabulary.values())
+        self._silent = frozenset(special | empty | holes)
+        decoder = b"" if backend.decoder is None else backend.decoder.__getstate__()
+        self._byte_level = b'"ByteLevel"' in decoder
+        self._metaspace = "\u2581".encode() in decoder
+        self._bytes_of: dict[int, int] = {}  # byte-fallback token -> the byte it stands for
+        if b'"ByteFallback"' in decoder:
+            spelled = {f"<0x{byte:02X}>": byte for byte in range(256)}
+            self._bytes_of = {
+                vocabulary[token]: byte for token, byte in spelled.items() if token in vocabulary
+            }
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Read tokenizer.json and, where they exist, the config files beside it.
+
+        Raises CheckpointError, naming the file, for one that is missing, malformed or contradicts
+        another.
+        """
+        folder = Path(path)
+        backend = _load_backend(folder / "tokenizer.json")
+        config = _read_json(folder / "tokenizer_config.json")
+        special_tokens = _special_tokens(folder, config)
+        _add_tokens(backend, folder, config, special_tokens)
+        _set_bos_and_eos(backend, folder, config, special_tokens)
+        eos_token_ids = _eos_token_ids(folder)
+        if eos_token_ids is None:
+            eos = special_tokens.get("eos_token")
+            eos_id = None if eos is None else backend.token_to_id(eos)
+            if eos is not None and eos_id is None:
+                raise CheckpointError(
+                    f"{folder / 'tokenizer.json'}: eos_token {eos!r} is not in it"
+                )
+            eos_token_ids = () if eos_id is None else (eos_id,)
+        template = load_chat_template(folder, config, special_tokens)
+        return cls(backend, special_tokens, eos_token_ids, template)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; names of special tokens in it become those tokens.
+
+        Raises ValueError for text that has no UTF-8 form (a lone surrogate).
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise ValueError("text holds a lone surrogate, which has no UTF-8 form") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. Ids without a token (a model's padded vocabulary) add nothing."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt of a chat, to be encoded without adding special tokens.
+
+        Raises ChatTemplateError where the folder has no template, or it refuses the messages.
+        """
+        if self._chat_template is None:
+            raise ChatTemplateError("this model has no chat template")
+        return self._chat_template.render(messages, add_generation_prompt, **kwargs)
+
+    def token(self, token_id: int) -> str:
+        """The token as the vocabulary spells it, "" for an id without a token."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token stands for within a text, "" for an id without a token.
+
+        A special token stands for its own name. Bytes need not be whole characters.
+        """
+        token = self.token(token_id)
+        if token_id in self._added:
+            return token.encode()
+        if token_id in self._bytes_of:
+            return bytes([self._bytes_of[token_id]])
+        if self._byte_level and all(character in _BYTE_OF for character in token):
+            return bytes(_BYTE_OF[character] for character in token)
+        return (token.replace("\u2581", " ") if self._metaspace else token).encode()
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether `decode` skips the id: a special token, or an id without a token."""
+        return token_id >= self.vocab_size or token_id in self._silent
+
+    def is_byte_fallback(self, token_id: int) -> bool:
+        """Whether the token stands for one byte, which the decoder reads with its neighbours."""
+        return token_id in self._bytes_of
+
+
+def _byte_characters() -> Iterator[tuple[str, int]]:
+    """GPT-2's printable character for every byte."""
+    shifted = 0x100
+    for byte in range(256):
+        if 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF:
+            yield chr(byte), byte
+        else:
+            yield chr(shifted), byte
+            shifted += 1
+
+
+_BYTE_OF = dict(_byte_characters())
+
+
+def _load_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file; the tokenizer is read from it") from error
+    except Exception as error:  # the library raises plain Exception for a malformed file
+        raise CheckpointError(f"{path}: not a tokenizer: {_one_line(error)}") from error
+    # A file may carry its training's settings; a prompt is never cut or padded here.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a JSON file: {_one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    return value
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens. special_tokens_map.json wins, unless the config lists added tokens:
+    transformers' rule for files of before and after its version 4.34.
+    """
+    path = folder / "special_tokens_map.json"
+    sources = [(folder / "tokenizer_config.json", config)]
+    if "added_tokens_decoder" not in config:
+        sources.append((path, _read_json(path)))
+    named: dict[str, str] = {}
+    for path, values in sources:
+        for name in _SPECIAL_NAMES:
+            if name not in values:
+                continue
+            value = values[name]
+            content = value.get("content") if isinstance(value, dict) else value
+            if content is None and not isinstance(value, dict):
+                named.pop(name, None)
+            elif isinstance(content, str):
+                named[name] = content
+            else:
+                raise CheckpointError(f"{path}: {name} must be a string or hold `content`")
+    return named
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer,
+    folder: Path,
+    config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+) -> None:
+    """Give `backend` the tokens that only the config lists, and mark the named ones as special."""
+    path = folder / "tokenizer_config.json"
+    listed = config.get("added_tokens_decoder", {})
+    try:
+        wanted = sorted((int(index), AddedToken(**token)) for index, token in listed.items())
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: added_tokens_decoder is malformed") from error
+    present = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token_id, token in wanted:
+        if token.content in present:
+            continue
+        backend.add_tokens([token])
+        if backend.token_to_id(token.content) != token_id:
+            raise CheckpointError(
+                f"{path}: added token {token.content!r} has id {token_id},"
+                f" but tokenizer.json has a place for it at {backend.token_to_id(token.content)}"
+            )
+    known = [token for token in special_tokens.values() if backend.token_to_id(token) is not None]
+    special = {
+        token.content for token in backend.get_added_tokens_decoder().values() if token.special
+    }
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in known if t not in special]
+    )
+
+
+def _set_bos_and_eos(
+    backend: tokenizers.Tokenizer,
+    folder: Path,
+    config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+) -> None:
+    """Follow add_bos_token and add_eos_token, which override tokenizer.json where given."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    around: dict[str, str] = {}
+    for name in ("bos_token", "eos_token"):
+        if config.get(f"add_{name}") and name in special_tokens:
+            around[name] = special_tokens[name]
+    missing = [token for token in around.values() if backend.token_to_id(token) is None]
+    if missing:
+        path = folder / "tokenizer.json"
+        raise CheckpointError(f"{path}: {missing[0]!r} must be added to texts, but is not in it")
+    single = [around.get("bos_token"), "$A", around.get("eos_token")]
+    backend.post_processor = TemplateProcessing(
+        single=[piece for piece in single if piece],
+        special_tokens=[(token, backend.token_to_id(token)) for token in set(around.values())],
+    )
+
+
+def _eos_token_ids(folder: Path) -> tuple[int, ...] | None:
+    """The ids that end an answer: generation_config.json's, else config.json's, else None."""
+    for name in ("generation_config.json", "config.json"):
+        config = _read_json(folder / name)
+        value = config.get("eos_token_id")
+        if value is None and isinstance(config.get("text_config"), dict):
+            value = config["text_config"].get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+            raise CheckpointError(
+                f"{folder / name}: eos_token_id must be a token id or a list of them, got {value!r}"
+            )
+        return tuple(dict.fromkeys(ids))
+    return None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

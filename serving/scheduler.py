@@ -63,7 +63,7 @@ class Scheduler:
         Returns the finished ones that are now gone, each exactly once.
         """
         gone = []
-        for sequence in [s for s in self.running if not s.in_flight]:
+        for sequence in [s for s in reversed(self.running) if not s.in_flight]:
             if sequence.status is Status.FINISHED:
                 self._leave(sequence)
                 gone.append(sequence)
@@ -128,8 +128,10 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move the head of the queue to running, where there is a lane and room for its tokens."""
-        target = sequence.prompt_length + len(sequence.output_token_ids)
-        if not self._free_lanes or not self.pool.can_grow(sequence.table, target):
+        target = len(sequence.token_ids)
+        # One more block for each running sequence, lest the newcomer be preempted at once.
+        reserve = len(self.running) * self.pool.block_size
+        if not self._free_lanes or not self.pool.can_grow(sequence.table, target + reserve):
             return False
         if any(s.status is Status.PREEMPTING for s in self.running):
             return False  # whoever needs those blocks comes first
@@ -137,7 +139,7 @@ class Scheduler:
         self.pool.grow(sequence.table, target)
         sequence.lane = self._free_lanes.pop()
         sequence.prefill_target = target
-        sequence.sampled = len(sequence.output_token_ids)
+        sequence.sampled = sequence.output_length
         sequence.status = Status.RUNNING
         self.running.append(sequence)
         return True

@@ -21,7 +21,7 @@ class Sequence:
     """A request's tokens and the resources it holds.
 
     A step is dispatched before the last one's tokens are read, so the device may be ahead:
-    `sampled` counts tokens asked of it, `output_token_ids` holds those that have come back.
+    `sampled` counts answer tokens asked of it, `token_ids` holds those that have come back.
     """
 
     request: Request
@@ -30,7 +30,7 @@ class Sequence:
     seed: int  # of its random numbers: the request's own, or one drawn for it
     status: Status = Status.WAITING
     lane: int | None = None  # its place in the device's per-sequence state
-    output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = dataclasses.field(init=False)  # prompt, then answer
     computed: int = 0  # tokens whose KV is written, or will be by a dispatched step
     prefill_target: int = 0  # tokens to compute before it decodes; fixed at admission
     sampled: int = 0
@@ -40,14 +40,16 @@ class Sequence:
     admitted_at: float | None = None
     first_token_at: float | None = None
 
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_token_ids)
+
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt_token_ids)
 
     @property
-    def token_ids(self) -> list[int]:
-        """Prompt and answer, as far as the host knows it."""
-        return [*self.request.prompt_token_ids, *self.output_token_ids]
+    def output_length(self) -> int:
+        return len(self.token_ids) - self.prompt_length
 
     @property
     def decodes(self) -> bool:

@@ -13,7 +13,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.allocator import RunAllocator
@@ -68,9 +69,7 @@ class PoolShape:
             raise CapacityError(f"{len(adapters)} adapters were given, --adapter-slots is {slots}")
         largest = max((adapter.max_rank for adapter in adapters), default=1)
         if max_rank is not None and largest > max_rank:
-            raise CapacityError(
-                f"an adapter has rank {largest}, --max-adapter-rank is {max_rank}"
-            )
+            raise CapacityError(f"an adapter has rank {largest}, --max-adapter-rank is {max_rank}")
         return cls(rows, 1 + (slots if slots is not None else len(adapters)), max_rank or largest)
 
 
@@ -151,7 +150,9 @@ class FactorPool:
         place, block = np.concatenate(places), np.concatenate(rows, axis=1)
         pool_sharding = NamedSharding(self.mesh, TABLE_SPECS.pool)
         for first in range(0, len(place), WRITE_ROWS):
-            indices = np.full(WRITE_ROWS, self.tables.pool.shape[1], np.int32)  # past the end: dropped
+            indices = np.full(
+                WRITE_ROWS, self.tables.pool.shape[1], np.int32
+            )  # past the end: dropped
             part = place[first : first + WRITE_ROWS]
             indices[: len(part)] = part
             values = np.zeros((self.tp, WRITE_ROWS, self.w), self.dtype)

@@ -65,7 +65,9 @@ class AdapterStore:
         """End one hold. Each `pin` is undone by exactly one `unpin`."""
         resident = self._by_key[key]
         if not resident.pins:
-            raise RuntimeError(f"adapter {resident.adapter.name!r} is unpinned more often than pinned")
+            raise RuntimeError(
+                f"adapter {resident.adapter.name!r} is unpinned more often than pinned"
+            )
         resident.pins -= 1
 
     def check_integrity(self, expected_pins: Iterable[str] = ()) -> None:

@@ -1,0 +1,219 @@
+"""From an `EngineConfig` to a running engine: read, check, place, compile.
+
+Everything a user can get wrong is checked before any model weight is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from jaxlora.adapters.peft import read_adapter
+from tqdm.auto import tqdm
+
+from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.modules import ModuleTable
+from jaxlora.adapters.pool import FactorPool, PoolShape
+from jaxlora.adapters.store import AdapterStore
+from jaxlora.checkpoints import check_checkpoint, load_model
+from jaxlora.config import ModelConfig
+from jaxlora.errors import CapacityError, ConfigError
+from jaxlora.models import adaptable_modules
+from jaxlora.parallel.mesh import check_divisible, make_mesh, prepare_devices
+from pallas_kernels import lora
+from serving.config import EngineConfig
+from serving.engine import EngineCore, Recorder
+from serving.kv_cache import BlockPool
+from serving.runner import Runner
+from serving.scheduler import Scheduler
+from serving.shapes import BLOCK_SIZE, PLATFORM_DEFAULTS, StepShapes
+from serving.tokenizer import Tokenizer
+
+
+# Share of a card's free memory that the KV pool takes when --kv-memory is auto; the rest is for
+# activations and the compiler's scratch.
+KV_SHARE = 0.85
+
+DTYPES = {"float32": jnp.dtype(jnp.float32), "bfloat16": jnp.dtype(jnp.bfloat16)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """An `EngineConfig` that has been checked against the model, the adapters and the machine."""
+
+    config: EngineConfig
+    model: ModelConfig
+    modules: ModuleTable
+    tokenizer: Tokenizer
+    adapters: tuple[Adapter, ...]
+    pool: PoolShape | None  # None: no adapters, and nothing of their machinery runs
+    shapes: StepShapes
+    platform: str
+    dtype: jnp.dtype
+
+
+def make_plan(config: EngineConfig) -> Plan:
+    """Read and check everything but the weights. Raises JaxloraError, one line that says why."""
+    model = ModelConfig.from_folder(config.model)
+    _check_options(config, model)
+    check_divisible(model, config.tp)
+    prepare_devices(config.tp)
+    platform = jax.default_backend()
+    if platform not in PLATFORM_DEFAULTS:
+        raise ConfigError(f"no step shapes are known for platform {platform!r}")
+    tokenizer = Tokenizer.from_folder(config.model)
+    modules = adaptable_modules(model)
+    dtype = _choose_dtype(config, model, platform)
+    adapters = _read_adapters(config, model, modules)
+    pool = _pool_shape(config, adapters, modules, dtype.itemsize) if adapters else None
+    if config.load_format != "dummy":
+        check_checkpoint(config.model, model)
+    shapes = StepShapes.choose(config, platform, model.max_position_embeddings)
+    return Plan(config, model, modules, tokenizer, adapters, pool, shapes, platform, dtype)
+
+
+def build_engine(plan: Plan, recorder: Recorder | None = None) -> EngineCore:
+    """Load the weights and adapters, allocate the pools and compile every step shape.
+
+    Raises JaxloraError where a weight file or the device's memory does not hold what is needed.
+    """
+    config, mesh = plan.config, make_mesh(plan.config.tp)
+    dummy_seed = config.seed if config.load_format == "dummy" else None
+    model = load_model(config.model, plan.model, mesh, plan.dtype, dummy_seed=dummy_seed)
+    pool = store = None
+    if plan.pool is not None:
+        pool = FactorPool(plan.pool, plan.modules, mesh, plan.dtype)
+        store = AdapterStore(pool)
+        for adapter in progress(plan.adapters, "adapters"):
+            store.add(adapter)
+    blocks = _kv_blocks(plan)
+    runner = Runner(
+        model,
+        mesh,
+        plan.shapes,
+        kv_blocks=blocks,
+        adapters=pool,
+        kernel_backend=config.kernel_backend,
+    )
+    for compile_and_run in progress(runner.warm_ups(), "compiling"):
+        compile_and_run()
+    scheduler = Scheduler(
+        BlockPool(blocks, BLOCK_SIZE),
+        lanes=plan.shapes.max_num_seqs,
+        prefill_budget=plan.shapes.prefill_chunk,
+    )
+    return EngineCore(
+        runner,
+        scheduler,
+        store,
+        plan.tokenizer,
+        max_model_len=plan.shapes.max_model_len,
+        seed=config.seed,
+        recorder=recorder,
+    )
+
+
+def progress(items: Iterable, what: str) -> tqdm:
+    """A progress bar on a terminal or in a notebook, silent elsewhere."""
+    return tqdm(
+        items, desc=what, disable=not sys.stderr.isatty() and "ipykernel" not in sys.modules
+    )
+
+
+def _check_options(config: EngineConfig, model: ModelConfig) -> None:
+    positive = ("tp", "max_num_seqs", "max_model_len", "prefill_chunk", "kv_memory")
+    positive += ("adapter_memory", "adapter_slots", "max_adapter_rank")
+    for name in positive:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{_flag(name)} must be at least 1, got {value}")
+    limit = model.max_position_embeddings
+    if config.max_model_len is not None and not 2 <= config.max_model_len <= limit:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is not between 2 and {limit}, the limit of"
+            f" {model.source}"
+        )
+    choices = {
+        "dtype": ("auto", *DTYPES),
+        "load_format": ("auto", "dummy"),
+        "kernel_backend": (None, *lora.supported_backends()),
+    }
+    for name, allowed in choices.items():
+        if getattr(config, name) not in allowed:
+            names = ", ".join(str(choice) for choice in allowed if choice)
+            raise ConfigError(f"{_flag(name)} {getattr(config, name)!r} is none of: {names}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _choose_dtype(config: EngineConfig, model: ModelConfig, platform: str) -> jnp.dtype:
+    """auto: float32 on a CPU, where bfloat16 products are ten times slower; else the checkpoint's."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    if platform == "cpu" or model.dtype == "float32":
+        return DTYPES["float32"]
+    return DTYPES["bfloat16"]  # float16 checkpoints too: its range is the larger
+
+
+def _read_adapters(
+    config: EngineConfig, model: ModelConfig, modules: ModuleTable
+) -> tuple[Adapter, ...]:
+    return tuple(
+        read_adapter(
+            source.folder,
+            name=source.name,
+            modules=modules,
+            base_fingerprint=model.fingerprint,
+            strength=source.strength,
+            max_rank=config.max_adapter_rank,
+        )
+        for source in progress(config.adapters, "checking adapters")
+    )
+
+
+def _pool_shape(
+    config: EngineConfig, adapters: tuple[Adapter, ...], modules: ModuleTable, itemsize: int
+) -> PoolShape:
+    return PoolShape.for_adapters(
+        list({adapter.key: adapter for adapter in adapters}.values()),
+        modules,
+        config.tp,
+        itemsize,
+        memory=config.adapter_memory,
+        slots=config.adapter_slots,
+        max_rank=config.max_adapter_rank,
+    )
+
+
+def _kv_blocks(plan: Plan) -> int:
+    """Blocks of the KV pool: what the option gives, or what can be used of what there is."""
+    model, shapes = plan.model, plan.shapes
+    local_heads = model.num_kv_heads // plan.config.tp
+    block_bytes = (
+        2 * model.num_layers * BLOCK_SIZE * local_heads * model.head_dim * plan.dtype.itemsize
+    )
+    one_sequence = -(-shapes.max_model_len // BLOCK_SIZE)
+    given = plan.config.kv_memory
+    if given is not None:
+        usable = given // block_bytes - 1
+    else:
+        memory = PLATFORM_DEFAULTS[plan.platform].kv_memory or KV_SHARE * _free_device_memory()
+        usable = min(int(memory) // block_bytes - 1, one_sequence * shapes.max_num_seqs)
+    if usable < one_sequence:
+        raise CapacityError(
+            f"the KV pool holds {max(usable, 0) * BLOCK_SIZE} tokens, one sequence may have"
+            f" {shapes.max_model_len}: raise --kv-memory to at least"
+            f" {(one_sequence + 1) * block_bytes} or lower --max-model-len"
+        )
+    return usable + 1  # the scrap block
+
+
+def _free_device_memory() -> int:
+    """Bytes free on the fullest device of those in use."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return min(s["bytes_limit"] - s["bytes_in_use"] for s in stats)

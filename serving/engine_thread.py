@@ -1,0 +1,121 @@
+"""`EngineThread`: runs an `EngineCore` in a thread of its own; an event loop talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable
+
+from serving.core import Request, RequestOutput
+from serving.engine import EngineCore
+from serving.engine_protocol import EngineDeadError
+
+
+logger = logging.getLogger(__name__)
+
+# What a client's stream is sent: an output, or the error that ended it.
+News = RequestOutput | Exception
+
+
+class EngineThread:
+    """The `Engine` of `serving.engine_protocol` over a real core.
+
+    Commands go in through one queue and are carried out between steps; outputs come back through
+    the event loop of whoever asked. An error inside a step ends the engine: every stream is told,
+    and `alive` turns False.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, Callable[[News], None]] = {}  # of the step thread alone
+        self._alive = True
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
+    def close(self) -> None:
+        """End the step loop; open streams get EngineDeadError. Waits for the step in progress."""
+        self._commands.put(None)
+        self._thread.join()
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        """See `serving.engine_protocol.Engine.generate`."""
+        if not self._alive:
+            raise EngineDeadError("the engine has ended")
+        loop = asyncio.get_running_loop()
+        news: asyncio.Queue[News] = asyncio.Queue()
+
+        def deliver(item: News) -> None:
+            with contextlib.suppress(RuntimeError):  # the client's loop has closed
+                loop.call_soon_threadsafe(news.put_nowait, item)
+
+        finished = False
+        self._commands.put(lambda: self._add(request, deliver))
+        if not self._alive:
+            deliver(EngineDeadError("the engine has ended"))  # nobody may be left to carry it out
+        try:
+            while not finished:
+                item = await news.get()
+                if isinstance(item, Exception):
+                    finished = True
+                    raise item
+                finished = item.finish_reason is not None
+                yield item
+        finally:
+            if not finished:
+                self._commands.put(lambda: self._abort(request.request_id))
+
+    def _run(self) -> None:
+        error: Exception = EngineDeadError("the engine has been closed")
+        try:
+            while self._carry_out_commands():
+                for output in self._core.step():
+                    self._deliver(output)
+        except Exception as failure:
+            logger.exception("a step failed; the engine has ended")
+            error = EngineDeadError(f"the engine has ended: {failure}")
+        finally:
+            self._alive = False
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    if command := self._commands.get_nowait():
+                        command()
+            for deliver in self._streams.values():
+                deliver(error)
+            self._streams.clear()
+
+    def _carry_out_commands(self) -> bool:
+        """Carry out what has been asked for, waiting while there is no work; False at the end."""
+        while True:
+            try:
+                command = self._commands.get(block=not self._core.busy)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _add(self, request: Request, deliver: Callable[[News], None]) -> None:
+        try:
+            self._core.add(request)
+        except (ValueError, KeyError) as error:
+            deliver(error)
+        else:
+            self._streams[request.request_id] = deliver
+
+    def _abort(self, request_id: str) -> None:
+        if self._streams.pop(request_id, None):
+            self._core.abort(request_id)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        deliver = self._streams[output.request_id]
+        if output.finish_reason is not None:
+            del self._streams[output.request_id]
+        deliver(output)

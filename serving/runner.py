@@ -1,0 +1,253 @@
+"""`Runner`: the compiled steps and the state they keep on the device.
+
+A step is one program for each prompt chunk and one for all decoding rows, each followed by the
+sampler's. Every program's shape is one of a small set compiled at start. Programs come in two
+executables, with adapters and without; the host picks by whether any row has an adapter, so which
+adapter a row has is data and never a reason to compile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from jaxlora.adapters.pool import TABLE_SPECS, FactorPool
+from jaxlora.adapters.routing import AdapterStep, build_routing, local_tables
+from jaxlora.compat import shard_map
+from jaxlora.layers.attention import KV_SPEC, AttentionInputs, KVCache
+from jaxlora.models import LoadedModel
+from pallas_kernels.lora import Phase
+from pallas_kernels.lora.tables import Routing
+from serving.kv_cache import SCRAP_BLOCK
+from serving.sampler import LaneState, admit, empty_lanes, lane_row, sample
+from serving.sequence import Batch, PrefillChunk, Sequence
+from serving.shapes import BLOCK_SIZE, StepShapes, smallest_holding
+
+
+# Runs of one slot in a prompt chunk: the base's and an adapter's that begins in mid-prompt.
+MAX_SEGMENTS = 2
+
+
+class StepInputs(NamedTuple):
+    """What the host tells one forward program; padding points at the scrap lane and block."""
+
+    tokens: Int[Array, tokens]  # of a prompt; decoding rows take theirs from their lanes
+    lanes: Int[Array, rows]
+    positions: Int[Array, tokens]
+    write_index: Int[Array, tokens]
+    block_tables: Int[Array, "rows blocks"]
+    logits_rows: Int[Array, rows]  # the tokens whose logits are wanted
+
+
+@dataclasses.dataclass
+class PendingStep:
+    """A dispatched step. `tokens` waits for the device."""
+
+    batch: Batch
+    sampled: list[tuple[jax.Array, int]]  # (tokens, how many of them are rows), decodes first
+
+    def tokens(self) -> list[int]:
+        """The new tokens, in the order of `batch.sampling`."""
+        return [int(token) for array, rows in self.sampled for token in np.asarray(array)[:rows]]
+
+
+class Runner:
+    """Owns parameters, KV pools and lane state; turns batches into dispatched steps."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        mesh: Mesh,
+        shapes: StepShapes,
+        *,
+        kv_blocks: int,
+        adapters: FactorPool | None,
+        kernel_backend: str | None,
+    ) -> None:
+        self.shapes, self.mesh = shapes, mesh
+        self.adapters = adapters
+        self.eos_ids = model.config.eos_token_ids
+        self._params = model.params
+        self._kv = model.empty_kv_cache(mesh, kv_blocks, BLOCK_SIZE)
+        replicated = NamedSharding(mesh, P())
+        self._lanes: LaneState = jax.device_put(empty_lanes(shapes.max_num_seqs + 1), replicated)
+        self._scrap_lane = shapes.max_num_seqs
+        self._forward = _build_forward(model, mesh, shapes, adapters, kernel_backend)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Write a sequence's sampling state into the lane it was given."""
+        request = sequence.request
+        row = lane_row(request.sampling, sequence.seed, sequence.prompt_length, self.eos_ids)
+        self._lanes = admit(self._lanes, np.int32(sequence.lane), row)
+
+    def dispatch(self, batch: Batch) -> PendingStep:
+        """Start a step; returns before the device has finished it."""
+        sampled = []
+        if batch.decodes:
+            sampled.append((self._decode(batch.decodes), len(batch.decodes)))
+        for chunk in batch.prefills:
+            tokens = self._prefill(chunk)
+            if chunk.last:
+                sampled.append((tokens, 1))
+        for tokens, _ in sampled:
+            tokens.copy_to_host_async()
+        return PendingStep(batch, sampled)
+
+    def warm_ups(self) -> list[Callable[[], None]]:
+        """One call for each program, which compiles it by running it on padding alone."""
+        kinds: list[tuple[Phase, tuple[int, ...]]] = [
+            ("prefill", self.shapes.prefill_tokens),
+            ("decode", self.shapes.decode_rows),
+        ]
+        return [
+            functools.partial(self._warm_up, phase, tokens, context, adapted)
+            for adapted in ((False, True) if self.adapters else (False,))
+            for context in self.shapes.contexts
+            for phase, sizes in kinds
+            for tokens in sizes
+            if phase == "decode" or tokens <= context
+        ]
+
+    def _warm_up(self, phase: Phase, tokens: int, context: int, adapted: bool) -> None:
+        rows = tokens if phase == "decode" else 1
+        inputs = self._padding(rows=rows, tokens=tokens, context=context)
+        logits = self._run(phase, inputs, np.zeros(tokens, np.int32), adapted)
+        for greedy in (True, False):
+            self._sample(inputs.lanes, inputs.positions[:rows], logits, greedy)
+        jax.block_until_ready(self._lanes)
+
+    def _decode(self, sequences: tuple[Sequence, ...]) -> jax.Array:
+        rows = smallest_holding(self.shapes.decode_rows, len(sequences))
+        positions = [sequence.computed - 1 for sequence in sequences]
+        context = smallest_holding(self.shapes.contexts, max(positions) + 1)
+        inputs = self._padding(rows=rows, tokens=rows, context=context)
+        slots = np.zeros(rows, np.int32)
+        for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+            blocks = sequence.table.blocks
+            inputs.lanes[row] = sequence.lane
+            inputs.positions[row] = position
+            inputs.block_tables[row, : len(blocks)] = blocks[: inputs.block_tables.shape[1]]
+            inputs.write_index[row] = _pool_index(blocks, position)
+            slots[row] = sequence.slot
+        logits = self._run("decode", inputs, slots, bool(slots.any()))
+        greedy = all(sequence.request.sampling.greedy for sequence in sequences)
+        return self._sample(inputs.lanes, inputs.positions + 1, logits, greedy)
+
+    def _prefill(self, chunk: PrefillChunk) -> jax.Array:
+        """The chunk's program; where it is the last, the sequence's next token, otherwise noise."""
+        sequence, end = chunk.sequence, chunk.start + chunk.length
+        tokens = smallest_holding(self.shapes.prefill_tokens, chunk.length)
+        context = smallest_holding(self.shapes.contexts, max(end, tokens))
+        inputs = self._padding(rows=1, tokens=tokens, context=context)
+        blocks = np.asarray(sequence.table.blocks)
+        positions = np.arange(chunk.start, end)
+        inputs.tokens[: chunk.length] = sequence.token_ids[chunk.start : end]
+        inputs.lanes[0] = sequence.lane
+        inputs.positions[: chunk.length] = positions
+        inputs.write_index[: chunk.length] = _pool_index(blocks, positions)
+        used = min(len(blocks), inputs.block_tables.shape[1])
+        inputs.block_tables[0, :used] = blocks[:used]
+        inputs.logits_rows[0] = chunk.length - 1
+        slots = np.zeros(tokens, np.int32)
+        slots[: chunk.length] = sequence.slot
+        logits = self._run("prefill", inputs, slots, bool(sequence.slot))
+        if not chunk.last:
+            return logits
+        greedy = sequence.request.sampling.greedy
+        return self._sample(inputs.lanes, np.array([end], np.int32), logits, greedy)
+
+    def _padding(self, *, rows: int, tokens: int, context: int) -> StepInputs:
+        return StepInputs(
+            tokens=np.zeros(tokens, np.int32),
+            lanes=np.full(rows, self._scrap_lane, np.int32),
+            positions=np.zeros(tokens, np.int32),
+            write_index=np.zeros(tokens, np.int32),
+            block_tables=np.full((rows, context // BLOCK_SIZE), SCRAP_BLOCK, np.int32),
+            logits_rows=np.arange(rows, dtype=np.int32),
+        )
+
+    def _run(self, phase: Phase, inputs: StepInputs, slots: np.ndarray, adapted: bool) -> jax.Array:
+        adapters = None
+        if adapted:
+            assert self.adapters is not None, "a row has an adapter, the runner has no pool"
+            segments = MAX_SEGMENTS if phase == "prefill" else 0
+            routing = (
+                build_routing(slots, len(slots), segments)
+                if segments
+                else Routing(slots, np.zeros((0, 3), np.int32))
+            )
+            adapters = (self.adapters.tables, routing)
+        self._kv, logits = self._forward(
+            self._params, self._kv, self._lanes.last_token, inputs, adapters, phase=phase
+        )
+        return logits
+
+    def _sample(self, lanes, positions, logits: jax.Array, greedy: bool) -> jax.Array:
+        self._lanes, tokens = sample(self._lanes, lanes, positions, logits, greedy=greedy)
+        return tokens
+
+
+def _pool_index(blocks, positions):
+    """Where KV of a position (or an array of them) lives in the pool, as a flat token index."""
+    return blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+def _build_forward(
+    model: LoadedModel,
+    mesh: Mesh,
+    shapes: StepShapes,
+    adapters: FactorPool | None,
+    backend: str | None,
+):
+    """The jitted forward step; the KV pools are donated.
+
+    (params, kv, last_token, inputs, (tables, routing) or None, phase) -> (kv, logits of
+    `inputs.logits_rows`, float32 [rows, vocab], the same on every rank).
+    """
+
+    def step(params, kv: KVCache, last_token, inputs: StepInputs, tables_and_routing, *, phase):
+        decoder = nnx.merge(model.graphdef, params)
+        tokens = last_token[inputs.lanes] if phase == "decode" else inputs.tokens
+        attention = AttentionInputs(
+            block_tables=inputs.block_tables,
+            positions=inputs.positions,
+            write_index=inputs.write_index,
+            queries=len(tokens) // len(inputs.lanes),
+            context_chunk=shapes.context_chunk,
+        )
+        adapter_step = None
+        if tables_and_routing is not None:
+            assert adapters is not None
+            tables, routing = tables_and_routing
+            adapter_step = AdapterStep(
+                local_tables(tables),
+                routing,
+                adapters.modules.kinds,
+                adapters.shape.max_rank,
+                phase,
+                backend,
+            )
+        hidden, kv = decoder(tokens, kv, attention, adapter_step)
+        return kv, decoder.logits(hidden[inputs.logits_rows])
+
+    @functools.partial(jax.jit, donate_argnums=1, static_argnames="phase")
+    def forward(params, kv, last_token, inputs, tables_and_routing, *, phase):
+        kv_specs = jax.tree.map(lambda _: KV_SPEC, kv)
+        adapter_specs = None if tables_and_routing is None else (TABLE_SPECS, P())
+        return shard_map(
+            functools.partial(step, phase=phase),
+            mesh=mesh,
+            in_specs=(model.param_specs, kv_specs, P(), P(), adapter_specs),
+            out_specs=(kv_specs, P()),
+        )(params, kv, last_token, inputs, tables_and_routing)
+
+    return forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from serving.core import Request, RequestOutput
@@ -16,7 +16,7 @@ class Engine(Protocol):
         """Whether the step loop runs. Once False it never becomes True again."""
         ...
 
-    def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's outputs, the last one with a finish_reason.
 
         Closing the iterator early (a dropped connection) aborts the request: its KV blocks, pin and

@@ -1,0 +1,54 @@
+"""`create_app`: the HTTP server of one engine, as an ASGI app."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
+
+from serving.catalog import ModelCatalog
+from serving.engine_protocol import Engine
+from serving.http import errors, openapi
+from serving.http.auth import ApiKeyMiddleware
+from serving.http.chat import chat_router
+from serving.http.completions import completions_router
+from serving.http.health import health_router
+from serving.http.models import models_router
+from serving.http.services import Services, Tokenizer
+from serving.http.streaming import ClientDisconnectedError
+from serving.http.tokenize import tokenize_router
+from serving.metrics import Metrics
+
+
+def create_app(
+    engine: Engine,
+    catalog: ModelCatalog,
+    tokenizer: Tokenizer,
+    metrics: Metrics,
+    *,
+    api_key: str | None = None,
+) -> FastAPI:
+    """OpenAI's routes over a running engine. The caller starts and stops the engine.
+
+    With an `api_key`, everything but /health needs it.
+    """
+    services = Services(engine, catalog, tokenizer, metrics)
+    app = FastAPI(title="jaxlora", redirect_slashes=False)
+    for router in (
+        chat_router(services),
+        completions_router(services),
+        models_router(catalog),
+        tokenize_router(services),
+        health_router(services),
+    ):
+        app.include_router(router)
+    errors.install(app)
+    openapi.install(app)
+    for gone in (ClientDisconnect, ClientDisconnectedError):
+        app.add_exception_handler(gone, _no_answer)
+    if api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=api_key)
+    return app
+
+
+async def _no_answer(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nginx's "client closed request"; nobody reads it

@@ -1,0 +1,128 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET
+
+from serving.errors import InvalidRequestError
+from serving.http.body import decode, read_object
+from serving.http.generation import Answer, Generation, collect, plan, run
+from serving.http.openapi import operation
+from serving.http.prompts import chat_prompt
+from serving.http.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatMessage,
+    Delta,
+    json_response,
+)
+from serving.http.schemas import REFUSED_CHAT, ChatRequest
+from serving.http.services import Services
+from serving.http.streaming import DONE, EventStream, event, unless_disconnected
+
+
+def chat_router(services: Services) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", openapi_extra=operation(ChatCompletion, ChatRequest))
+    async def create_chat_completion(request: Request) -> Response:
+        data = await read_object(request)
+        generation = await check_chat(services, decode(data, ChatRequest, REFUSED_CHAT))
+        if generation.stream:
+            return EventStream(chat_events(services, generation))
+        answers = await unless_disconnected(request.receive, collect(services.engine, generation))
+        return json_response(chat_completion(generation, answers))
+
+    return router
+
+
+async def check_chat(services: Services, fields: ChatRequest) -> Generation:
+    """All that can be wrong with a request is found here, before anything runs or streams."""
+    services.check_alive()
+    adapter = services.catalog.resolve(fields.model, fields.adapter, fields.lora_name)
+    prompt = await chat_prompt(services.tokenizer, fields.messages, bool(fields.add_special_tokens))
+    return plan(
+        "chatcmpl",
+        fields,
+        adapter,
+        [prompt],
+        _max_tokens(fields),
+        services.catalog.max_model_len,
+        services.tokenizer.vocab_size,
+    )
+
+
+def chat_completion(generation: Generation, answers: list[Answer]) -> ChatCompletion:
+    with_ids = generation.return_token_ids
+    choices = [
+        ChatChoice(
+            index=index,
+            message=ChatMessage(content=answer.text),
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+            token_ids=answer.token_ids if with_ids else UNSET,
+        )
+        for index, answer in enumerate(answers)
+    ]
+    return ChatCompletion(
+        id=generation.id,
+        created=generation.created,
+        model=generation.model,
+        choices=choices,
+        usage=generation.usage(sum(answer.completion_tokens for answer in answers)),
+        prompt_token_ids=list(generation.prompts[0]) if with_ids else UNSET,
+    )
+
+
+async def chat_events(services: Services, generation: Generation) -> AsyncGenerator[bytes, None]:
+    """The events of a stream. Closing it aborts the request."""
+    with_ids = generation.return_token_ids
+    chunk = ChatChunk(
+        id=generation.id,
+        created=generation.created,
+        model=generation.model,
+        choices=[],
+        usage=None if generation.include_usage else UNSET,
+        prompt_token_ids=list(generation.prompts[0]) if with_ids else UNSET,
+    )
+    for index in range(len(generation.requests)):
+        chunk.choices = [ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))]
+        yield event(chunk)
+        chunk.prompt_token_ids = UNSET
+    completion_tokens = [0] * len(generation.requests)
+    async with aclosing(run(services.engine, generation)) as outputs:
+        async for index, output in outputs:
+            completion_tokens[index] = output.completion_tokens
+            if output.text or (with_ids and output.token_ids):
+                choice = ChatChunkChoice(index=index, delta=Delta(content=output.text))
+                choice.token_ids = list(output.token_ids) if with_ids else UNSET
+                chunk.choices = [choice]
+                yield event(chunk)
+            if output.finish_reason is not None:
+                choice = ChatChunkChoice(index=index, delta=Delta())
+                choice.finish_reason = output.finish_reason
+                choice.stop_reason = output.stop_reason
+                chunk.choices = [choice]
+                yield event(chunk)
+    if generation.include_usage:
+        chunk.choices = []
+        chunk.usage = generation.usage(sum(completion_tokens))
+        yield event(chunk)
+    yield DONE
+
+
+def _max_tokens(fields: ChatRequest) -> int | None:
+    """The newer name or the older one, which may not contradict each other."""
+    newer, older = fields.max_completion_tokens, fields.max_tokens
+    if newer is not None and older is not None and newer != older:
+        raise InvalidRequestError(
+            f"max_completion_tokens {newer} and max_tokens {older} differ",
+            param="max_completion_tokens",
+        )
+    return older if newer is None else newer

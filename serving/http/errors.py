@@ -1,0 +1,60 @@
+"""Every failure of a request as an answer in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from serving.engine_protocol import EngineDeadError
+from serving.errors import (
+    AuthenticationError,
+    InternalServerError,
+    InvalidRequestError,
+    MethodNotAllowedError,
+    NotFoundError,
+    ServingError,
+    UnavailableError,
+    error_body,
+)
+from serving.http.responses import json_response
+
+
+_log = logging.getLogger(__name__)
+
+
+def as_serving_error(error: Exception) -> ServingError:
+    """What a client is told of `error`. One that is our fault is logged, and not described."""
+    if isinstance(error, ServingError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return UnavailableError("the engine has stopped")
+    _log.error("a request failed", exc_info=error)
+    return InternalServerError("internal server error; the server's log says more")
+
+
+def error_response(error: ServingError) -> Response:
+    headers = {"www-authenticate": "Bearer"} if isinstance(error, AuthenticationError) else None
+    return json_response(error_body(error), error.status, headers)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app`'s routes, and of finding one, in OpenAI's shape."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):  # of the router
+            error = _of_router(request, error)
+        return error_response(as_serving_error(error))
+
+    for kind in (ServingError, EngineDeadError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _of_router(request: Request, error: HTTPException) -> ServingError:
+    path = request.url.path
+    if error.status_code == 404:
+        return NotFoundError(f"there is no route {request.method} {path}")
+    if error.status_code == 405:
+        return MethodNotAllowedError(f"{path} does not take {request.method}")
+    return InvalidRequestError(str(error.detail))

@@ -1,0 +1,131 @@
+"""From the prompt or messages of a request to token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from serving.errors import InvalidRequestError
+from serving.http.body import decode
+from serving.http.schemas import REFUSED_MESSAGE, Message
+from serving.http.services import Tokenizer
+
+
+MAX_PROMPTS = 2048  # of one request
+ROLES = ("system", "user", "assistant")
+
+TokenIds = tuple[int, ...]
+T = TypeVar("T")
+
+_LONG = 4096  # characters, or ids: what takes less than about a millisecond is done in place
+
+
+async def run_long(size: int, work: Callable[[], T]) -> T:
+    """Do `work`, in a thread where `size` says it takes long, so that other streams go on."""
+    return work() if size < _LONG else await asyncio.to_thread(work)
+
+
+async def completion_prompts(
+    tokenizer: Tokenizer, prompt: str | list[Any] | None, add_special_tokens: bool
+) -> list[TokenIds]:
+    """The prompts of a completion, in order: text, token ids, or a list of either.
+
+    Raises InvalidRequestError where one is empty, an id is out of range, or there are too many.
+    """
+    if prompt is None:
+        raise InvalidRequestError("you must provide a prompt", param="prompt")
+    items = _items(prompt)
+    if len(items) > MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"prompt holds {len(items)} prompts, at most {MAX_PROMPTS} are served", param="prompt"
+        )
+    return [await _prompt(tokenizer, item, add_special_tokens) for item in items]
+
+
+async def chat_prompt(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]] | None,
+    add_special_tokens: bool,
+    add_generation_prompt: bool = True,
+) -> TokenIds:
+    """The prompt that the chat template makes of `messages`.
+
+    `add_special_tokens` is off by default in the routes, as templates write their own. Raises
+    InvalidRequestError for an unknown role, content that isn't text, or what the template refuses.
+    """
+    checked = [_message(message, i) for i, message in enumerate(messages or ())]
+    if not checked:
+        raise InvalidRequestError("you must provide at least one message", param="messages")
+
+    def render() -> list[int]:
+        try:
+            text = tokenizer.apply_chat_template(checked, add_generation_prompt)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"the chat template refuses: {error}", param="messages"
+            ) from None
+        return tokenizer.encode(text, add_special_tokens)
+
+    ids = await run_long(sum(len(message["content"]) + 16 for message in checked), render)
+    return _not_empty(ids, "messages")
+
+
+def check_ids(ids: list[int], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequestError where an id is not one of the tokenizer's."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise InvalidRequestError(
+            f"{param}: token id {wrong} is not between 0 and {vocab_size - 1}", param=param
+        )
+
+
+def _items(prompt: str | list[Any]) -> list[str] | list[list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [prompt]
+    if kinds in ({str}, {list}):
+        return prompt
+    if kinds:
+        raise InvalidRequestError("prompt mixes texts and token ids", param="prompt")
+    raise InvalidRequestError("prompt must not be empty", param="prompt")
+
+
+async def _prompt(
+    tokenizer: Tokenizer, item: str | list[int], add_special_tokens: bool
+) -> TokenIds:
+    if isinstance(item, list):
+        check_ids(item, tokenizer.vocab_size, "prompt")
+        return _not_empty(item, "prompt")
+    ids = []
+    if item:  # an empty text may not become a lone BOS
+        ids = await run_long(len(item), lambda: tokenizer.encode(item, add_special_tokens))
+    return _not_empty(ids, "prompt")
+
+
+def _not_empty(ids: list[int], param: str) -> TokenIds:
+    if not ids:
+        raise InvalidRequestError(f"{param} must not be empty", param=param)
+    return tuple(ids)
+
+
+def _message(data: dict[str, Any], position: int) -> dict[str, Any]:
+    where = f"messages[{position}]."
+    message = decode(data, Message, REFUSED_MESSAGE, where)
+    if message.role not in ROLES:
+        raise InvalidRequestError(
+            f"{where}role {message.role!r} is not one of {', '.join(ROLES)}", param=f"{where}role"
+        )
+    if isinstance(message.content, str):
+        return {"role": message.role, "content": message.content}
+    if not message.content:
+        raise InvalidRequestError(f"{where}content must not be empty", param=f"{where}content")
+    for part in message.content:
+        if part.type != "text":
+            raise InvalidRequestError(
+                f"{where}content holds a part of type {part.type!r}, only text is served",
+                param=f"{where}content",
+            )
+    return {"role": message.role, "content": "\n".join(part.text for part in message.content)}

@@ -1,0 +1,44 @@
+"""What the routes work with. Everything is passed in; no module holds state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from serving.catalog import ModelCatalog
+from serving.engine_protocol import Engine
+from serving.errors import UnavailableError
+from serving.metrics import Metrics
+
+
+class Tokenizer(Protocol):
+    """What the HTTP layer knows of a tokenizer. Methods may be called from several threads."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below it."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt's text. Raises ValueError with the template's own reason for a refusal."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Services:
+    engine: Engine
+    catalog: ModelCatalog
+    tokenizer: Tokenizer
+    metrics: Metrics
+
+    def check_alive(self) -> None:
+        """Raise UnavailableError where the engine has ended."""
+        if not self.engine.alive:
+            raise UnavailableError("the engine has stopped")

@@ -1,0 +1,91 @@
+"""Server-sent events, and noticing that a client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from serving.errors import ServingError, UnavailableError, error_body
+from serving.http.errors import as_serving_error
+
+
+DONE = b"data: [DONE]\n\n"
+
+T = TypeVar("T")
+
+_encoder = msgspec.json.Encoder()
+
+
+class ClientDisconnectedError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def event(content: Any) -> bytes:
+    """One server-sent event with `content` as JSON."""
+    return b"data: " + _encoder.encode(content) + b"\n\n"
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; where the client hangs up first, cancel it and raise.
+
+    The request's body must have been read. Returns or raises only after `work` has cleaned up.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnectedError
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Sends `events`, and closes them in every case: at the end, an error, a dropped connection.
+
+    An error after the start becomes one last event. (Starlette's own class leaves its iterator to
+    the garbage collector when a client goes, and an abort can't wait for that.)
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        try:
+            with suppress(ClientDisconnectedError):
+                await unless_disconnected(receive, self._send_events(send))
+        except asyncio.CancelledError:  # the server stops, and has waited for us long enough
+            await _send_error(send, UnavailableError("the server is stopping"))
+
+    async def _send_events(self, send: Send) -> None:
+        try:
+            async with aclosing(self._events) as events:
+                async for chunk in events:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except Exception as error:
+            await _send_error(send, as_serving_error(error))
+        else:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_error(send: Send, error: ServingError) -> None:
+    body = event(error_body(error))
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,62 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from serving.errors import InvalidRequestError
+from serving.http.body import decode, read_object
+from serving.http.openapi import operation
+from serving.http.prompts import TokenIds, chat_prompt, check_ids, run_long
+from serving.http.responses import Text, Tokens, json_response
+from serving.http.schemas import REFUSED_TOKENIZE, DetokenizeRequest, ModelFields, TokenizeRequest
+from serving.http.services import Services, Tokenizer
+
+
+def tokenize_router(services: Services) -> APIRouter:
+    router = APIRouter()
+    tokenizer = services.tokenizer
+
+    @router.post("/tokenize", openapi_extra=operation(Tokens, TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        fields = decode(await read_object(request), TokenizeRequest, REFUSED_TOKENIZE)
+        _check_model(services, fields)
+        tokens = list(await _tokens(tokenizer, fields))
+        limit = services.catalog.max_model_len
+        return json_response(Tokens(count=len(tokens), max_model_len=limit, tokens=tokens))
+
+    @router.post("/detokenize", openapi_extra=operation(Text, DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        fields = decode(await read_object(request), DetokenizeRequest, {})
+        _check_model(services, fields)
+        ids = fields.tokens
+        check_ids(ids, tokenizer.vocab_size, "tokens")
+        text = await run_long(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False))
+        return json_response(Text(prompt=text))
+
+    return router
+
+
+def _check_model(services: Services, fields: ModelFields) -> None:
+    """All models share one tokenizer, so none needs to be named; a wrong name is an error still."""
+    model = services.catalog.base if fields.model is None else fields.model
+    services.catalog.resolve(model, fields.adapter, fields.lora_name)
+
+
+async def _tokens(tokenizer: Tokenizer, fields: TokenizeRequest) -> TokenIds | list[int]:
+    prompt = fields.prompt
+    if (prompt is None) == (fields.messages is None):
+        raise InvalidRequestError("you must provide either prompt or messages", param="prompt")
+    if prompt is None:
+        return await chat_prompt(
+            tokenizer,
+            fields.messages,
+            bool(fields.add_special_tokens),
+            fields.add_generation_prompt is not False,
+        )
+    if fields.add_generation_prompt is not None:
+        raise InvalidRequestError(
+            "add_generation_prompt needs messages", param="add_generation_prompt"
+        )
+    special = fields.add_special_tokens is not False
+    return await run_long(len(prompt), lambda: tokenizer.encode(prompt, special))

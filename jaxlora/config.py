@@ -1,0 +1,231 @@
+"""`ModelConfig`: what a Hugging Face config.json says about a model, checked and normalised.
+
+Reads both the old flat keys (rope_theta, rope_scaling, torch_dtype, sliding_window) and those of
+transformers 5 (rope_parameters, dtype, layer_types). What is not served is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxlora.errors import ConfigError
+from jaxlora.json_file import JsonObject, read_json_object
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# What transformers assumes for a key that a config.json leaves out, and which of the keys that not
+# every family has it reads at all. A key a family does not read has no effect there either.
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "attention_bias": False,
+    },
+}
+
+# Parameters of each RoPE type besides theta, all of them required by transformers.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+# Keys that change the output in a way that is not served, with the values that do not.
+_REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "partial_rotary_factor": (None, 1),
+    "use_mrope": (None, False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: its base and scaling (`ROPE_TYPES`)."""
+
+    theta: float
+    kind: str = "default"
+    parameters: tuple[tuple[str, float], ...] = ()
+
+    def __getitem__(self, name: str) -> float:
+        return dict(self.parameters)[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A dense decoder's architecture. Everything is resolved: no field needs another's default."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    windows: tuple[int | None, ...]  # per layer: the sliding window, or None for full attention
+    attention_bias: bool = False  # families with a fixed choice of biases do not read these two
+    mlp_bias: bool = False
+    max_position_embeddings: int = 2048
+    dtype: str = "float32"  # the checkpoint's own
+    eos_token_ids: tuple[int, ...] = ()
+    source: str = "config.json"  # where it was read from, for messages
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Read config.json (and generation_config.json, for the end-of-sequence ids).
+
+        Raises ConfigError, naming the file and the key, for what is missing, of a wrong type, or
+        not served.
+        """
+        folder = Path(folder)
+        raw = read_json_object(folder / "config.json", ConfigError)
+        generation = folder / "generation_config.json"
+        eos = _eos_token_ids(raw)
+        if generation.exists():
+            eos = _eos_token_ids(read_json_object(generation, ConfigError)) or eos
+        return dataclasses.replace(_parse(raw), eos_token_ids=eos)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of what changes the output: not the dtype, limits, eos ids or paths."""
+        fields = dataclasses.asdict(self)
+        for name in ("dtype", "max_position_embeddings", "eos_token_ids", "source"):
+            del fields[name]
+        canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(b"jaxlora config 1\0" + canonical.encode()).hexdigest()
+
+
+def _parse(raw: JsonObject) -> ModelConfig:
+    model_type = raw.string("model_type")
+    if model_type not in FAMILY_DEFAULTS:
+        known = ", ".join(sorted(FAMILY_DEFAULTS))
+        raise raw.error("model_type", f"{model_type!r} is not served (served: {known})")
+    for key, accepted in _REFUSED_UNLESS.items():
+        if raw.get(key) not in accepted:
+            raise raw.error(key, f"{raw.get(key)!r} is not served")
+    if raw.string("hidden_act", "silu") != "silu":
+        raise raw.error("hidden_act", f"{raw.get('hidden_act')!r} is not served (served: silu)")
+
+    defaults = FAMILY_DEFAULTS[model_type]
+    hidden_size = raw.positive("hidden_size")
+    num_heads = raw.positive("num_attention_heads")
+    num_kv_heads = raw.positive(
+        "num_key_value_heads", defaults.get("num_key_value_heads", num_heads), null=num_heads
+    )
+    if num_heads % num_kv_heads:
+        raise raw.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} heads")
+    head_dim = raw.positive(
+        "head_dim",
+        defaults.get("head_dim", hidden_size // num_heads),
+        null=hidden_size // num_heads,
+    )
+    if head_dim % 2:
+        raise raw.error("head_dim", f"{head_dim} is odd, which rotary embeddings cannot be")
+    num_layers = raw.positive("num_hidden_layers")
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=raw.positive("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=raw.positive("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
+        tie_word_embeddings=raw.boolean("tie_word_embeddings", False),
+        rope=_rope(raw),
+        windows=_windows(raw, model_type, num_layers),
+        attention_bias="attention_bias" in defaults and raw.boolean("attention_bias", False),
+        mlp_bias="mlp_bias" in defaults and raw.boolean("mlp_bias", False),
+        max_position_embeddings=raw.positive(
+            "max_position_embeddings", defaults["max_position_embeddings"]
+        ),
+        dtype=_dtype(raw),
+        source=str(raw.path),
+    )
+
+
+def _dtype(raw: JsonObject) -> str:
+    key = "dtype" if raw.get("dtype") is not None else "torch_dtype"
+    name = (raw.string(key, "float32") if raw.get(key) is not None else "float32").removeprefix(
+        "torch."
+    )
+    if name not in DTYPES:
+        raise raw.error(key, f"{name!r} is not served (served: {', '.join(DTYPES)})")
+    return name
+
+
+def _rope(raw: JsonObject) -> RopeConfig:
+    """rope_parameters (transformers 5), else rope_theta with rope_scaling."""
+    key = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
+    scaling = raw.object(key)
+    kind = scaling.string("rope_type", None) or scaling.string("type", None) or "default"
+    if kind not in ROPE_TYPES:
+        known = ", ".join(ROPE_TYPES)
+        raise raw.error(key, f"RoPE type {kind!r} is not served (served: {known})")
+    if scaling.get("partial_rotary_factor") not in (None, 1):
+        raise scaling.error("partial_rotary_factor", "is not served")
+    known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[kind]}
+    for name in sorted(set(scaling) - known_keys):
+        raise scaling.error(name, f"is not known for RoPE type {kind!r}")
+    source = scaling if scaling.get("rope_theta") is not None else raw
+    theta = source.number("rope_theta", 10000.0)
+    parameters = tuple((name, scaling.number(name)) for name in ROPE_TYPES[kind])
+    for name, value in (("rope_theta", theta), *parameters):
+        if value <= 0:
+            raise scaling.error(name, f"must be positive, got {value}")
+    return RopeConfig(theta, kind, parameters)
+
+
+def _windows(raw: JsonObject, model_type: str, num_layers: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer, by layer_types or each family's older keys."""
+    if model_type == "llama":
+        window, first = None, num_layers
+    elif model_type == "mistral":  # absent means 4096, null means none
+        window, first = raw.positive("sliding_window", 4096, null=None), 0
+    else:
+        window = raw.positive("sliding_window", 4096, null=None)
+        window = window if raw.boolean("use_sliding_window", False) else None
+        first = raw.integer("max_window_layers", 28)
+    derived = tuple(window if layer >= first else None for layer in range(num_layers))
+    if raw.get("layer_types") is None:
+        return derived
+
+    kinds = raw.strings("layer_types")
+    if len(kinds) != num_layers:
+        raise raw.error("layer_types", f"has {len(kinds)} entries for {num_layers} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise raw.error("layer_types", f"{kind!r} is not served")
+        if kind == "sliding_attention" and window is None:
+            raise raw.error("layer_types", "has sliding_attention, but no sliding window is set")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if model_type in ("llama", "mistral") and windows != derived:
+        raise raw.error("layer_types", f"per-layer attention is not served for {model_type}")
+    return windows
+
+
+def _eos_token_ids(raw: JsonObject) -> tuple[int, ...]:
+    value = raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise raw.error("eos_token_id", f"wants token ids, got {token!r}")
+    return tuple(ids)

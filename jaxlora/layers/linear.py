@@ -1,0 +1,132 @@
+"""Linear layers cut over the tensor-parallel ranks. They run inside shard_map.
+
+Each is made of one or more adaptable modules. An adapter's delta is added to the product before
+the bias, as peft does; in a row-parallel layer to the float32 partial sum, before the psum.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from jaxlora import compat
+from jaxlora.adapters.modules import AdaptableModule
+from jaxlora.layers.parameter import parameter
+from jaxlora.layers.product import product
+from jaxlora.parallel.mesh import TP_AXIS
+
+
+class AdapterStep(Protocol):
+    """What a layer knows of the adapters of a step (jaxlora.adapters.routing has the real one)."""
+
+    def add_delta(
+        self,
+        y: Float[Array, "tokens d_out"],
+        x: Float[Array, "tokens d_in"],
+        *,
+        layer: int,
+        modules: tuple[str, ...],
+        widths: tuple[int, ...],
+    ) -> Float[Array, "tokens d_out"]:
+        """y plus each token's delta; y's slices of `widths` belong to `modules`, in order.
+
+        `widths` are this rank's. Rows without an adapter come back with the same bits.
+        """
+        ...
+
+
+class ColumnLinear(nnx.Module):
+    """One or several modules of the same input, d_out cut over the ranks, in one product.
+
+    A rank's weight is [first module's rows | second's | ...] of its cut.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        prefix: str,
+        modules: tuple[AdaptableModule, ...],
+        bias: bool,
+        tp: int,
+        dtype: DTypeLike,
+    ) -> None:
+        paths = {f"{prefix}.{module.name}": module for module in modules}
+        self.layer = layer
+        self.names = tuple(module.name for module in modules)
+        self.widths = tuple(module.d_out // tp for module in modules)
+        self.weight = parameter(
+            {f"{path}.weight": (module.d_out, module.d_in) for path, module in paths.items()},
+            0,
+            tp,
+            dtype,
+        )
+        self.bias = (
+            parameter(
+                {f"{path}.bias": (module.d_out,) for path, module in paths.items()}, 0, tp, dtype
+            )
+            if bias
+            else None
+        )
+
+    def __call__(
+        self, x: Float[Array, "tokens d_in"], adapters: AdapterStep | None
+    ) -> list[Float[Array, "tokens d_out_local"]]:
+        """This rank's outputs, one per module, in x's dtype."""
+        y = product(x, self.weight[...], x.dtype)
+        if adapters is not None:
+            y = _add_delta(adapters, y, x, self.layer, self.names, self.widths)
+        if self.bias is not None:
+            y = y + self.bias[...][None]
+        starts = [sum(self.widths[:i]) for i in range(1, len(self.widths))]
+        return jnp.split(y, starts, axis=1)
+
+
+class RowLinear(nnx.Module):
+    """A module whose d_in is cut over the ranks; the partial sums are added up by a psum."""
+
+    def __init__(
+        self,
+        layer: int,
+        prefix: str,
+        module: AdaptableModule,
+        bias: bool,
+        tp: int,
+        dtype: DTypeLike,
+    ) -> None:
+        path = f"{prefix}.{module.name}"
+        self.layer = layer
+        self.name = module.name
+        self.weight = parameter({f"{path}.weight": (module.d_out, module.d_in)}, 1, tp, dtype)
+        self.bias = parameter({f"{path}.bias": (module.d_out,)}, None, tp, dtype) if bias else None
+
+    def __call__(
+        self, x: Float[Array, "tokens d_in_local"], adapters: AdapterStep | None
+    ) -> Float[Array, "tokens d_out"]:
+        """The whole output on every rank, in x's dtype."""
+        tp = compat.axis_size(TP_AXIS)
+        weight = self.weight[...]
+        y = product(x, weight, x.dtype if tp == 1 else jnp.float32)
+        if adapters is not None:
+            y = _add_delta(adapters, y, x, self.layer, (self.name,), (weight.shape[0],))
+        if tp > 1:
+            y = lax.psum(y, TP_AXIS).astype(x.dtype)
+        return y if self.bias is None else y + self.bias[...][None]
+
+
+def _add_delta(
+    adapters: AdapterStep,
+    y: Array,
+    x: Array,
+    layer: int,
+    modules: tuple[str, ...],
+    widths: tuple[int, ...],
+) -> Array:
+    # The barrier keeps what follows the same operations as in the program without adapters.
+    return lax.optimization_barrier(
+        adapters.add_delta(y, x, layer=layer, modules=modules, widths=widths)
+    )

@@ -1,0 +1,103 @@
+"""The decoder that the dense families share: embed, layers of attention and MLP, norm, head."""
+
+from __future__ import annotations
+
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from jaxlora.adapters.modules import ModuleTable
+from jaxlora.config import ModelConfig
+from jaxlora.layers.attention import Attention, attention_modules
+from jaxlora.layers.embedding import VocabTable
+from jaxlora.layers.kv_cache import AttentionInputs, KVCache, LayerKV
+from jaxlora.layers.linear import AdapterStep
+from jaxlora.layers.mlp import GatedMLP, mlp_modules
+from jaxlora.layers.norm import RMSNorm
+from jaxlora.layers.rotary import Rotation, rotation
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        prefix: str,
+        attention: Attention,
+        mlp: GatedMLP,
+        tp: int,
+        dtype: DTypeLike,
+    ) -> None:
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", width, eps, tp, dtype)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(f"{prefix}.post_attention_layernorm", width, eps, tp, dtype)
+        self.mlp = mlp
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens hidden"],
+        kv: LayerKV,
+        inputs: AttentionInputs,
+        by: Rotation,
+        adapters: AdapterStep | None,
+    ) -> tuple[Float[Array, "tokens hidden"], LayerKV]:
+        attended, kv = self.attention(self.input_norm(x), kv, inputs, by, adapters)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x), adapters), kv
+
+
+class Decoder(nnx.Module):
+    """A dense decoder. A family says in `make_layer` what its layers are made of.
+
+    Built without weights (`jaxlora.models.build`); runs inside shard_map over the axis "tp" with
+    the parameters that `bind` puts in place.
+    """
+
+    def __init__(self, config: ModelConfig, tp: int, dtype: DTypeLike) -> None:
+        self.config = config
+        self.modules = ModuleTable(
+            config.num_layers, attention_modules(config) + mlp_modules(config)
+        )
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.embedding = VocabTable("model.embed_tokens", vocab, hidden, tp, dtype)
+        self.layers = nnx.List(
+            [
+                self.make_layer(config, layer, f"{self.modules.layer_prefix}.{layer}", tp, dtype)
+                for layer in range(config.num_layers)
+            ]
+        )
+        self.norm = RMSNorm("model.norm", hidden, config.rms_norm_eps, tp, dtype)
+        self.head = (
+            None if config.tie_word_embeddings else VocabTable("lm_head", vocab, hidden, tp, dtype)
+        )
+
+    def make_layer(
+        self, config: ModelConfig, layer: int, prefix: str, tp: int, dtype: DTypeLike
+    ) -> DecoderLayer:
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        tokens: Int[Array, "tokens"],
+        kv: KVCache,
+        attention: AttentionInputs,
+        adapters: AdapterStep | None,
+    ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
+        """The last hidden states after the final norm, and the cache with this step written.
+
+        With `adapters` None nothing of the adapter machinery is in the program.
+        """
+        by = rotation(self.config.rope, self.config.head_dim, attention.positions)
+        x = self.embedding.embed(tokens)
+        written = []
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            x, layer_kv = layer(x, layer_kv, attention, by, adapters)
+            written.append(layer_kv)
+        return self.norm(x), tuple(written)
+
+    def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
+        """Float32 logits over the true vocabulary, whole on every rank."""
+        return (self.head or self.embedding).logits(hidden)

@@ -1,0 +1,21 @@
+"""Qwen2 and 2.5 (Yang et al. 2024): q, k and v have biases, o has none."""
+
+from __future__ import annotations
+
+from jax.typing import DTypeLike
+
+from jaxlora.config import ModelConfig
+from jaxlora.layers.attention import Attention
+from jaxlora.layers.mlp import GatedMLP
+from jaxlora.models.decoder import Decoder, DecoderLayer
+
+
+class Qwen2(Decoder):
+    def make_layer(
+        self, config: ModelConfig, layer: int, prefix: str, tp: int, dtype: DTypeLike
+    ) -> DecoderLayer:
+        attention = Attention(
+            config, layer, prefix, bias=True, output_bias=False, qk_norm=False, tp=tp, dtype=dtype
+        )
+        mlp = GatedMLP(config, layer, prefix, False, tp, dtype)
+        return DecoderLayer(config, prefix, attention, mlp, tp, dtype)

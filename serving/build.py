@@ -11,17 +11,18 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
-from jaxlora.adapters.peft import read_adapter
 from tqdm.auto import tqdm
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.modules import ModuleTable
+from jaxlora.adapters.peft import read_adapter
 from jaxlora.adapters.pool import FactorPool, PoolShape
 from jaxlora.adapters.store import AdapterStore
-from jaxlora.checkpoints import check_checkpoint, load_model
+from jaxlora.checkpoints import dummy_model, load_model
 from jaxlora.config import ModelConfig
 from jaxlora.errors import CapacityError, ConfigError
-from jaxlora.models import adaptable_modules
+from jaxlora.layers.kv_cache import kv_block_bytes
+from jaxlora.models import build
 from jaxlora.parallel.mesh import check_divisible, make_mesh, prepare_devices
 from pallas_kernels import lora
 from serving.config import EngineConfig
@@ -65,12 +66,10 @@ def make_plan(config: EngineConfig) -> Plan:
     if platform not in PLATFORM_DEFAULTS:
         raise ConfigError(f"no step shapes are known for platform {platform!r}")
     tokenizer = Tokenizer.from_folder(config.model)
-    modules = adaptable_modules(model)
     dtype = _choose_dtype(config, model, platform)
+    modules = build(model, config.tp, dtype).modules
     adapters = _read_adapters(config, model, modules)
     pool = _pool_shape(config, adapters, modules, dtype.itemsize) if adapters else None
-    if config.load_format != "dummy":
-        check_checkpoint(config.model, model)
     shapes = StepShapes.choose(config, platform, model.max_position_embeddings)
     return Plan(config, model, modules, tokenizer, adapters, pool, shapes, platform, dtype)
 
@@ -81,8 +80,10 @@ def build_engine(plan: Plan, recorder: Recorder | None = None) -> EngineCore:
     Raises JaxloraError where a weight file or the device's memory does not hold what is needed.
     """
     config, mesh = plan.config, make_mesh(plan.config.tp)
-    dummy_seed = config.seed if config.load_format == "dummy" else None
-    model = load_model(config.model, plan.model, mesh, plan.dtype, dummy_seed=dummy_seed)
+    if config.load_format == "dummy":
+        model = dummy_model(plan.model, mesh, plan.dtype)
+    else:
+        model = load_model(config.model, plan.model, mesh, plan.dtype)
     pool = store = None
     if plan.pool is not None:
         pool = FactorPool(plan.pool, plan.modules, mesh, plan.dtype)
@@ -91,9 +92,11 @@ def build_engine(plan: Plan, recorder: Recorder | None = None) -> EngineCore:
             store.add(adapter)
     blocks = _kv_blocks(plan)
     runner = Runner(
+        plan.model,
         model,
         mesh,
         plan.shapes,
+        dtype=plan.dtype,
         kv_blocks=blocks,
         adapters=pool,
         kernel_backend=config.kernel_backend,
@@ -152,7 +155,7 @@ def _flag(name: str) -> str:
 
 
 def _choose_dtype(config: EngineConfig, model: ModelConfig, platform: str) -> jnp.dtype:
-    """auto: float32 on a CPU, where bfloat16 products are ten times slower; else the checkpoint's."""
+    """auto is float32 on a CPU (bfloat16 is ten times slower there), else the checkpoint's."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     if platform == "cpu" or model.dtype == "float32":
@@ -193,10 +196,7 @@ def _pool_shape(
 def _kv_blocks(plan: Plan) -> int:
     """Blocks of the KV pool: what the option gives, or what can be used of what there is."""
     model, shapes = plan.model, plan.shapes
-    local_heads = model.num_kv_heads // plan.config.tp
-    block_bytes = (
-        2 * model.num_layers * BLOCK_SIZE * local_heads * model.head_dim * plan.dtype.itemsize
-    )
+    block_bytes = kv_block_bytes(model, BLOCK_SIZE, plan.dtype, plan.config.tp)
     one_sequence = -(-shapes.max_model_len // BLOCK_SIZE)
     given = plan.config.kv_memory
     if given is not None:

@@ -35,4 +35,4 @@ class EngineConfig:
     adapter_slots: int | None = None  # adapters at once; as many as are given
     max_adapter_rank: int | None = None  # the largest rank among the adapters given
     kernel_backend: str | None = None  # of pallas_kernels.lora; the platform's default
-    seed: int = 0  # of unseeded requests' random numbers, and of dummy weights
+    seed: int = 0  # of unseeded requests' random numbers

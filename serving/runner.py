@@ -15,16 +15,18 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from jaxlora.adapters.pool import TABLE_SPECS, FactorPool
 from jaxlora.adapters.routing import AdapterStep, build_routing, local_tables
+from jaxlora.checkpoints import LoadedModel
 from jaxlora.compat import shard_map
-from jaxlora.layers.attention import KV_SPEC, AttentionInputs, KVCache
-from jaxlora.models import LoadedModel
+from jaxlora.config import ModelConfig
+from jaxlora.layers.kv_cache import AttentionInputs, KVCache, kv_specs, make_kv_cache
+from jaxlora.layers.parameter import bind
 from pallas_kernels.lora import Phase
 from pallas_kernels.lora.tables import Routing
 from serving.kv_cache import SCRAP_BLOCK
@@ -40,12 +42,12 @@ MAX_SEGMENTS = 2
 class StepInputs(NamedTuple):
     """What the host tells one forward program; padding points at the scrap lane and block."""
 
-    tokens: Int[Array, tokens]  # of a prompt; decoding rows take theirs from their lanes
-    lanes: Int[Array, rows]
-    positions: Int[Array, tokens]
-    write_index: Int[Array, tokens]
+    tokens: Int[Array, "tokens"]  # of a prompt; decoding rows take theirs from their lanes
+    lanes: Int[Array, "rows"]
+    positions: Int[Array, "tokens"]
+    write_index: Int[Array, "tokens"]
     block_tables: Int[Array, "rows blocks"]
-    logits_rows: Int[Array, rows]  # the tokens whose logits are wanted
+    logits_rows: Int[Array, "rows"]  # the tokens whose logits are wanted
 
 
 @dataclasses.dataclass
@@ -65,28 +67,32 @@ class Runner:
 
     def __init__(
         self,
+        config: ModelConfig,
         model: LoadedModel,
         mesh: Mesh,
         shapes: StepShapes,
         *,
+        dtype: DTypeLike,
         kv_blocks: int,
         adapters: FactorPool | None,
         kernel_backend: str | None,
     ) -> None:
         self.shapes, self.mesh = shapes, mesh
         self.adapters = adapters
-        self.eos_ids = model.config.eos_token_ids
+        self._eos_ids = config.eos_token_ids
         self._params = model.params
-        self._kv = model.empty_kv_cache(mesh, kv_blocks, BLOCK_SIZE)
+        self._kv = make_kv_cache(config, mesh, kv_blocks, BLOCK_SIZE, dtype)
         replicated = NamedSharding(mesh, P())
         self._lanes: LaneState = jax.device_put(empty_lanes(shapes.max_num_seqs + 1), replicated)
         self._scrap_lane = shapes.max_num_seqs
-        self._forward = _build_forward(model, mesh, shapes, adapters, kernel_backend)
+        self._forward = _build_forward(
+            model, kv_specs(config), mesh, shapes.context_chunk, adapters, kernel_backend
+        )
 
     def admit(self, sequence: Sequence) -> None:
         """Write a sequence's sampling state into the lane it was given."""
         request = sequence.request
-        row = lane_row(request.sampling, sequence.seed, sequence.prompt_length, self.eos_ids)
+        row = lane_row(request.sampling, sequence.seed, sequence.prompt_length, self._eos_ids)
         self._lanes = admit(self._lanes, np.int32(sequence.lane), row)
 
     def dispatch(self, batch: Batch) -> PendingStep:
@@ -203,8 +209,9 @@ def _pool_index(blocks, positions):
 
 def _build_forward(
     model: LoadedModel,
+    kv_specs: KVCache,
     mesh: Mesh,
-    shapes: StepShapes,
+    context_chunk: int | None,
     adapters: FactorPool | None,
     backend: str | None,
 ):
@@ -215,14 +222,14 @@ def _build_forward(
     """
 
     def step(params, kv: KVCache, last_token, inputs: StepInputs, tables_and_routing, *, phase):
-        decoder = nnx.merge(model.graphdef, params)
+        decoder = bind(model.graphdef, params)
         tokens = last_token[inputs.lanes] if phase == "decode" else inputs.tokens
         attention = AttentionInputs(
             block_tables=inputs.block_tables,
             positions=inputs.positions,
             write_index=inputs.write_index,
             queries=len(tokens) // len(inputs.lanes),
-            context_chunk=shapes.context_chunk,
+            context_chunk=context_chunk or inputs.block_tables.shape[1] * BLOCK_SIZE,
         )
         adapter_step = None
         if tables_and_routing is not None:
@@ -241,12 +248,11 @@ def _build_forward(
 
     @functools.partial(jax.jit, donate_argnums=1, static_argnames="phase")
     def forward(params, kv, last_token, inputs, tables_and_routing, *, phase):
-        kv_specs = jax.tree.map(lambda _: KV_SPEC, kv)
         adapter_specs = None if tables_and_routing is None else (TABLE_SPECS, P())
         return shard_map(
             functools.partial(step, phase=phase),
             mesh=mesh,
-            in_specs=(model.param_specs, kv_specs, P(), P(), adapter_specs),
+            in_specs=(model.specs, kv_specs, P(), P(), adapter_specs),
             out_specs=(kv_specs, P()),
         )(params, kv, last_token, inputs, tables_and_routing)
 

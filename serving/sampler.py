@@ -21,13 +21,13 @@ from serving.core import MAX_STOP_TOKEN_IDS, SamplingParams
 class LaneState(NamedTuple):
     """What the device keeps of each lane between steps."""
 
-    last_token: Int[Array, lanes]
+    last_token: Int[Array, "lanes"]
     seed: UInt[Array, "lanes 2"]
-    temperature: Float[Array, lanes]  # 0 is greedy
-    top_k: Int[Array, lanes]  # 0 is no limit
-    top_p: Float[Array, lanes]
-    min_p: Float[Array, lanes]
-    stop_after: Int[Array, lanes]  # a token at an earlier position may not be a stop token
+    temperature: Float[Array, "lanes"]  # 0 is greedy
+    top_k: Int[Array, "lanes"]  # 0 is no limit
+    top_p: Float[Array, "lanes"]
+    min_p: Float[Array, "lanes"]
+    stop_after: Int[Array, "lanes"]  # a token at an earlier position may not be a stop token
     stop_ids: Int[Array, "lanes stop_ids"]  # -1 where unused
 
 
@@ -77,12 +77,12 @@ def admit(lanes: LaneState, lane: Int[Array, ""], row: LaneState) -> LaneState:
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="greedy")
 def sample(
     lanes: LaneState,
-    lane_ids: Int[Array, rows],
-    positions: Int[Array, rows],
+    lane_ids: Int[Array, "rows"],
+    positions: Int[Array, "rows"],
     logits: Float[Array, "rows vocab"],
     *,
     greedy: bool,
-) -> tuple[LaneState, Int[Array, rows]]:
+) -> tuple[LaneState, Int[Array, "rows"]]:
     """The tokens at `positions` of the sequences in `lane_ids`. Donates `lanes`.
 
     `greedy` says that every row has temperature 0, which saves the rest of the work; a greedy row
@@ -142,8 +142,8 @@ def _filtered(logits, rows: LaneState):
 def _distance_holding(
     distance: Float[Array, "rows vocab"],
     weight: Float[Array, "rows vocab"],
-    wanted: Float[Array, rows],
-) -> Float[Array, rows]:
+    wanted: Float[Array, "rows"],
+) -> Float[Array, "rows"]:
     """The smallest c for which the weight within distance c reaches `wanted`; inf if none does.
 
     Exact and without a sort: non-negative floats order as their bits do, so c, the largest t with

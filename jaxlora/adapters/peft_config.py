@@ -1,0 +1,118 @@
+"""adapter_config.json -> rank, scale and target of every module, or a refusal by name.
+
+Source: peft 0.21, `LoraConfig`, `LoraModel._create_and_replace` (rank and alpha of a module) and
+`LoraLayer.update_layer` (scale).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxlora.adapters.patterns import Budget, Pattern
+from jaxlora.adapters.peft_targets import Targets, parse_targets
+from jaxlora.adapters.strict_json import parse_object, show
+from jaxlora.adapters.support import config_refusal
+from jaxlora.errors import AdapterError
+
+
+CONFIG_NAME = "adapter_config.json"
+MAX_PATTERNS = 4096  # peft's EVA writes one for every module of a model
+_MLX_KEYS = {"fine_tune_type", "lora_parameters", "lora_layers"}
+
+
+@dataclasses.dataclass(frozen=True)
+class PeftConfig:
+    """A plain LoRA config, every key of which was applied, checked, or found not to matter."""
+
+    where: str
+    rank: int
+    alpha: float
+    rank_patterns: tuple[tuple[Pattern, int], ...]  # in file order: the first match holds
+    alpha_patterns: tuple[tuple[Pattern, float], ...]
+    use_rslora: bool
+    targets: Targets
+    layers: tuple[int, ...]  # layers_to_transform
+    base_name: str | None
+
+    def rank_of(self, path: str) -> int:
+        """The rank of the module at `path` (as trained, without "base_model.model.")."""
+        return next((rank for p, rank in self.rank_patterns if p.matches(path)), self.rank)
+
+    def scale_of(self, path: str, rank: int) -> float:
+        """alpha / rank, or alpha / sqrt(rank) with rsLoRA, of the module at `path`."""
+        alpha = next((alpha for p, alpha in self.alpha_patterns if p.matches(path)), self.alpha)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def parse_peft_config(data: bytes, where: str) -> PeftConfig:
+    """The config in an adapter_config.json's bytes; `where` names the file. Raises AdapterError."""
+    config = parse_object(data, where)
+    _refuse_other_formats(config, where)
+    for key, value in config.items():
+        if (reason := config_refusal(key, value)) is not None:
+            raise AdapterError(f"{where}: {_name(key)} is {show(value)}: {reason}")
+    for key in ("r", "lora_alpha", "target_modules"):
+        if key not in config:
+            raise AdapterError(f"{where}: {key} is missing")
+    budget = Budget()
+    layers = config.get("layers_to_transform")
+    return PeftConfig(
+        where=where,
+        rank=_checked_rank(config["r"], where, "r"),
+        alpha=_checked_alpha(config["lora_alpha"], where, "lora_alpha"),
+        rank_patterns=_patterns(config, "rank_pattern", _checked_rank, where, budget),
+        alpha_patterns=_patterns(config, "alpha_pattern", _checked_alpha, where, budget),
+        use_rslora=bool(config.get("use_rslora")),
+        targets=parse_targets(config, where, budget),
+        layers=() if layers is None else (layers,) if isinstance(layers, int) else tuple(layers),
+        base_name=config.get("base_model_name_or_path"),
+    )
+
+
+def _name(key: str) -> str:
+    return key if key.isidentifier() and key.isascii() and len(key) < 80 else show(key)
+
+
+def _refuse_other_formats(config: dict[str, Any], where: str) -> None:
+    if "peft_type" in config:
+        return
+    if not _MLX_KEYS.isdisjoint(config):
+        raise AdapterError(
+            f"{where}: an MLX adapter, not a PEFT one: convert it to PEFT "
+            "(transpose A and B, lora_alpha = scale * rank)"
+        )
+    raise AdapterError(f"{where}: no peft_type: not the config of a PEFT adapter")
+
+
+def _checked_rank(value: Any, where: str, name: str) -> int:
+    # No factor is that large, and sqrt() of an integer of hundreds of digits is no float.
+    if type(value) is not int or not 1 <= value <= 2**31:
+        raise AdapterError(f"{where}: {name} is {show(value)}: a rank is an integer from 1")
+    return value
+
+
+def _checked_alpha(value: Any, where: str, name: str) -> float:
+    if type(value) not in (int, float) or not abs(value) <= float(np.finfo(np.float32).max):
+        raise AdapterError(
+            f"{where}: {name} is {show(value)}: alpha is a number in float32's range"
+        )
+    return value
+
+
+def _patterns(
+    config: dict[str, Any], key: str, check: Any, where: str, budget: Budget
+) -> tuple[tuple[Pattern, Any], ...]:
+    patterns = config.get(key) or {}
+    if len(patterns) > MAX_PATTERNS:
+        raise AdapterError(f"{where}: {key} has {len(patterns)} patterns (at most {MAX_PATTERNS})")
+    return tuple(
+        (
+            Pattern.suffix(expression, f"{where}: {key}", budget),
+            check(value, where, f"{key}[{show(expression)}]"),
+        )
+        for expression, value in patterns.items()
+    )

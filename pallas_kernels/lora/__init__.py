@@ -1,0 +1,27 @@
+"""Gather-GEMM kernels that add the LoRA deltas of many adapters to one batch."""
+
+from pallas_kernels.lora.api import (
+    Backend,
+    Phase,
+    add_delta,
+    default_backend,
+    expand_add,
+    shrink,
+    supported_backends,
+)
+from pallas_kernels.lora.tables import SIDE_A, SIDE_B, FactorTables, Routing
+
+
+__all__ = [
+    "SIDE_A",
+    "SIDE_B",
+    "Backend",
+    "FactorTables",
+    "Phase",
+    "Routing",
+    "add_delta",
+    "default_backend",
+    "expand_add",
+    "shrink",
+    "supported_backends",
+]

@@ -1,0 +1,178 @@
+"""Add LoRA deltas of many adapters to a batch: y += scale * B (A x), by each token's own slot.
+
+`shrink` makes h = A x, `expand_add` adds scale * B h, `add_delta` does both. Products and sums are
+float32 throughout (never TF32); the delta is added in float32 and the sum cast to y's dtype.
+
+What holds for every backend:
+
+- Rows of slot 0, rows of padding and kinds at which a slot has rank 0 keep y's bits.
+- A row's bits depend on its own x and its own slot's factors alone, within a phase and a backend:
+  not on the batch, on the row's place in it, or on the neighbours' adapters and ranks.
+- Pool rows that no slot names, h past a row's rank, and h of rows without an adapter may hold
+  anything, NaN included.
+- A backend named by the caller is used or refused (NotImplementedError), never replaced.
+
+`phase` picks the kernels: "decode" routes by `routing.slots` alone and suits few rows with an
+adapter each; "prefill" routes by `routing.segments` and suits runs of tokens of one slot.
+`layer` may be traced. The rank rows of part p of a slot start in h at the sum of the earlier parts'
+ranks; the ranks of a slot sum to at most max_rank, the static bound.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from pallas_kernels.lora import reference
+from pallas_kernels.lora.tables import FactorTables, Routing
+
+
+Phase = Literal["decode", "prefill"]
+Backend = Literal["xla"]
+
+
+def supported_backends() -> tuple[str, ...]:
+    """The names that `backend` takes."""
+    return get_args(Backend)
+
+
+def default_backend(platform: str | None = None) -> Backend:
+    """The backend used on a platform ("cpu", "gpu"; None: JAX's default) when none is named."""
+    return "xla"
+
+
+def shrink(
+    x: Float[Array, "tokens d_in"],
+    tables: FactorTables,
+    routing: Routing,
+    *,
+    layer: int | Int[Array, ""],
+    kinds: tuple[int, ...],
+    max_rank: int,
+    phase: Phase,
+    backend: Backend | None = None,
+    interpret: bool = False,
+) -> Float[Array, "kinds splits tokens max_rank"]:
+    """h = A x of every kind in float32, as a fixed number of partial sums over d_in to be added.
+
+    x and the pool are float32 or bfloat16. Raises ValueError for shapes that do not fit, and
+    NotImplementedError where the named backend cannot run.
+    """
+    _check(tables, routing, x.shape[0], kinds, max_rank, phase)
+    _backend(backend, interpret)
+    return reference.shrink(
+        x, tables, routing, _index(layer), kinds=kinds, max_rank=max_rank, phase=phase
+    )
+
+
+def expand_add(
+    y: Float[Array, "tokens d_out"],
+    h: Float[Array, "kinds splits tokens max_rank"],
+    tables: FactorTables,
+    routing: Routing,
+    *,
+    layer: int | Int[Array, ""],
+    kinds: tuple[int, ...],
+    widths: tuple[int, ...],
+    max_rank: int,
+    phase: Phase,
+    backend: Backend | None = None,
+    interpret: bool = False,
+) -> Float[Array, "tokens d_out"]:
+    """y + scale * B h, in place where the backend can and the caller's y is not used again.
+
+    y (float32 or bfloat16) holds the outputs of `kinds` one beside the other, widths[i] columns
+    each. h is what `shrink` of the same backend and phase made. Raises as `shrink`.
+    """
+    _check(tables, routing, y.shape[0], kinds, max_rank, phase)
+    _check_outputs(y, kinds, widths)
+    wanted = (len(kinds), h.shape[1], y.shape[0], max_rank)
+    if h.shape != wanted:
+        raise ValueError(f"h: wanted shape {wanted}, got {h.shape}")
+    _backend(backend, interpret)
+    return reference.expand_add(
+        y,
+        h,
+        tables,
+        routing,
+        _index(layer),
+        kinds=kinds,
+        widths=widths,
+        max_rank=max_rank,
+        phase=phase,
+    )
+
+
+def add_delta(
+    y: Float[Array, "tokens d_out"],
+    x: Float[Array, "tokens d_in"],
+    tables: FactorTables,
+    routing: Routing,
+    *,
+    layer: int | Int[Array, ""],
+    kinds: tuple[int, ...],
+    widths: tuple[int, ...],
+    max_rank: int,
+    phase: Phase,
+    backend: Backend | None = None,
+    interpret: bool = False,
+) -> Float[Array, "tokens d_out"]:
+    """y + scale * B (A x): `expand_add` of `shrink`, fused where the backend gains by it."""
+    _check(tables, routing, y.shape[0], kinds, max_rank, phase)
+    _check_outputs(y, kinds, widths)
+    if x.shape[0] != y.shape[0]:
+        raise ValueError(f"x: wanted {y.shape[0]} tokens as in y, got {x.shape[0]}")
+    _backend(backend, interpret)
+    return reference.add_delta(
+        y,
+        x,
+        tables,
+        routing,
+        _index(layer),
+        kinds=kinds,
+        widths=widths,
+        max_rank=max_rank,
+        phase=phase,
+    )
+
+
+def _index(layer: int | Array) -> Array:
+    return jnp.asarray(layer, jnp.int32)
+
+
+def _backend(name: str | None, interpret: bool) -> str:
+    name = name or default_backend(jax.default_backend())
+    if name not in supported_backends():
+        raise NotImplementedError(f"no LoRA backend {name!r}; there are {supported_backends()}")
+    return name
+
+
+def _check(
+    tables: FactorTables, routing: Routing, tokens: int, kinds: tuple, max_rank: int, phase: str
+) -> None:
+    if phase not in get_args(Phase):
+        raise ValueError(f"phase: wanted one of {get_args(Phase)}, got {phase!r}")
+    n_kinds, sides, layers, slots, parts = tables.first_row.shape
+    for name, array in (("rank", tables.rank), ("scale", tables.scale)):
+        if array.shape != (n_kinds, layers, slots, parts):
+            wanted = (n_kinds, layers, slots, parts)
+            raise ValueError(f"tables.{name}: wanted shape {wanted}, got {array.shape}")
+    if sides != 2 or tables.pool.ndim != 2:
+        raise ValueError(f"tables: wanted 2 sides and a 2-D pool, got {sides}, {tables.pool.shape}")
+    if not kinds or not all(0 <= k < n_kinds for k in kinds):
+        raise ValueError(f"kinds: wanted some of 0 to {n_kinds - 1}, got {kinds}")
+    if max_rank < 1:
+        raise ValueError(f"max_rank: wanted at least 1, got {max_rank}")
+    if routing.slots.shape != (tokens,):
+        raise ValueError(f"routing.slots: wanted shape {(tokens,)}, got {routing.slots.shape}")
+    if routing.segments.ndim != 2 or routing.segments.shape[1] != 3:
+        raise ValueError(f"routing.segments: wanted [n, 3], got {routing.segments.shape}")
+
+
+def _check_outputs(y: Array, kinds: tuple[int, ...], widths: tuple[int, ...]) -> None:
+    if len(widths) != len(kinds) or y.shape[1] != sum(widths):
+        raise ValueError(f"widths: wanted one a kind summing to {y.shape[1]}, got {widths}")

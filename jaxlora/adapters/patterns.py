@@ -19,9 +19,10 @@ from jaxlora.adapters.strict_json import show
 from jaxlora.errors import AdapterError
 
 
-# For all patterns of a config over all paths of a model: one or two seconds. Unsloth's long target
-# regex over 560 modules takes a tenth of it.
-MAX_WORK = 5_000_000
+MAX_LENGTH = 20_000
+# For all patterns of a config over all paths of a model: a few seconds. Unsloth's long target
+# regex over 560 modules takes a fifth of it.
+MAX_WORK = 3_000_000
 
 # Python's own parser, without which `re`'s syntax would have to be written down again here. It is
 # private, and present in every version from 3.11 on.
@@ -53,8 +54,10 @@ class Pattern:
         self._where = f"{where}: the pattern {show(expression)}"
         self._budget = budget
         self._length = len(expression)
+        if len(expression) > MAX_LENGTH:
+            raise AdapterError(f"{self._where} is longer than {MAX_LENGTH} characters")
         is_plain = _PLAIN.fullmatch(expression) is not None
-        budget.spend((4 if is_plain else 32) * len(expression), self._where)  # parsing is slow
+        budget.spend((4 if is_plain else 100) * len(expression), self._where)  # parsing is slow
         self._compiled, self._tree = None, None
         try:
             if is_plain:
@@ -81,7 +84,7 @@ class Pattern:
     def matches(self, path: str) -> bool:
         """Whether the whole of `path` matches. Raises AdapterError when that takes too long."""
         if self._compiled is not None:
-            self._budget.spend(1 + self._length // 16, self._where)
+            self._budget.spend(1 + self._length // 64, self._where)
             return self._compiled.fullmatch(path) is not None
         try:
             return bool(self._sequence(self._tree, 1, path) >> len(path) & 1)
@@ -125,7 +128,7 @@ class Pattern:
         return self._where_character(starts, path, lambda c: _in_class(argument, c))
 
     def _branch(self, argument: Any, starts: int, path: str) -> int:
-        self._budget.spend(len(argument[1]), self._where)
+        self._budget.spend(4 * len(argument[1]), self._where)
         ends = 0
         for alternative in argument[1]:
             ends |= self._sequence(alternative, starts, path)

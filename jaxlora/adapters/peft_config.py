@@ -52,9 +52,7 @@ def parse_peft_config(data: bytes, where: str) -> PeftConfig:
     """The config in an adapter_config.json's bytes; `where` names the file. Raises AdapterError."""
     config = parse_object(data, where)
     _refuse_other_formats(config, where)
-    for key, value in config.items():
-        if (reason := config_refusal(key, value)) is not None:
-            raise AdapterError(f"{where}: {_name(key)} is {show(value)}: {reason}")
+    _refuse_unserved(config, where)
     for key in ("r", "lora_alpha", "target_modules"):
         if key not in config:
             raise AdapterError(f"{where}: {key} is missing")
@@ -71,6 +69,17 @@ def parse_peft_config(data: bytes, where: str) -> PeftConfig:
         layers=() if layers is None else (layers,) if isinstance(layers, int) else tuple(layers),
         base_name=config.get("base_model_name_or_path"),
     )
+
+
+def _refuse_unserved(config: dict[str, Any], where: str) -> None:
+    refusals = [
+        f"{_name(key)} is {show(value)}: {reason}"
+        for key, value in config.items()
+        if (reason := config_refusal(key, value)) is not None
+    ]
+    if refusals:
+        more = f"; and {len(refusals) - 3} more" if len(refusals) > 3 else ""
+        raise AdapterError(f"{where}: {'; '.join(refusals[:3])}{more}")
 
 
 def _name(key: str) -> str:

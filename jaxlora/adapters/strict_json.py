@@ -19,7 +19,7 @@ MAX_JSON_BYTES = 4 << 20
 
 def show(value: object, limit: int = 80) -> str:
     """A value from a file, safe to print in a one-line message: ASCII, no line break, cut short."""
-    text = ascii(value)
+    text = ascii(value[: limit + 1] if isinstance(value, str) else value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

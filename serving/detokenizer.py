@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-# A character of UTF-8 has at most four bytes, and a token that is shown at least one: what comes
-# before this many tokens can change neither the text after them nor a character not yet complete.
+# Up to three tokens hold the bytes of an incomplete character (each has at least one byte). One
+# more, because some decoders treat a text's first token specially: that must not be a new one.
 _CONTEXT_TOKENS = 4
 _REPLACEMENT = "\ufffd"
 

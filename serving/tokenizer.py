@@ -9,7 +9,6 @@ from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
-from tokenizers.processors import TemplateProcessing
 
 from jaxlora.errors import CheckpointError
 from serving.chat_template import ChatTemplate, ChatTemplateError, load_chat_template
@@ -29,6 +28,9 @@ _SPECIAL_NAMES = (
 
 class Tokenizer:
     """Encodes and decodes as transformers does for the same folder. Threads may share one.
+
+    tokenizer.json alone says which tokens are added around a text: its config's add_bos_token and
+    add_eos_token are ignored beside it, as in transformers 5.
 
     Properties: `vocab_size` is one more than the largest token id; `eos_token_ids` ends an answer;
     `bos_token_id`, `bos_token` and `eos_token` are None where the folder names none.
@@ -78,7 +80,6 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(folder, config)
         _add_tokens(backend, folder, config, special_tokens)
-        _set_bos_and_eos(backend, folder, config, special_tokens)
         eos_token_ids = _eos_token_ids(folder)
         if eos_token_ids is None:
             eos = special_tokens.get("eos_token")
@@ -239,30 +240,6 @@ def _add_tokens(
     }
     backend.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t in known if t not in special]
-    )
-
-
-def _set_bos_and_eos(
-    backend: tokenizers.Tokenizer,
-    folder: Path,
-    config: Mapping[str, Any],
-    special_tokens: Mapping[str, str],
-) -> None:
-    """Follow add_bos_token and add_eos_token, which override tokenizer.json where given."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    around: dict[str, str] = {}
-    for name in ("bos_token", "eos_token"):
-        if config.get(f"add_{name}") and name in special_tokens:
-            around[name] = special_tokens[name]
-    missing = [token for token in around.values() if backend.token_to_id(token) is None]
-    if missing:
-        path = folder / "tokenizer.json"
-        raise CheckpointError(f"{path}: {missing[0]!r} must be added to texts, but is not in it")
-    single = [around.get("bos_token"), "$A", around.get("eos_token")]
-    backend.post_processor = TemplateProcessing(
-        single=[piece for piece in single if piece],
-        special_tokens=[(token, backend.token_to_id(token)) for token in set(around.values())],
     )
 
 

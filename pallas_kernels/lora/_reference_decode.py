@@ -2,7 +2,9 @@
 
 A block of RANK_BLOCK rank rows of one column block is one contiguous slice of the pool, which on a
 CPU is several times cheaper than a gather. The loop runs over (token, kind, part) triples, then
-over blocks of rank rows; the look-ups are done for all triples beforehand.
+over blocks of rank rows; all look-ups are done beforehand. A loop body costs by its number of
+operations, so the integers of a triple travel as one vector, whose entries XLA reads inside the
+operations that use them.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.lora._reference_common import (
     RANK_BLOCK,
@@ -28,34 +30,46 @@ from pallas_kernels.lora.tables import SIDE_A, SIDE_B, Routing
 _UNROLL = 12  # column blocks a step of the shrink's loop
 
 
-class _Triples(NamedTuple):
-    """The look-ups of every (token, kind, part), tokens outermost."""
+class _Triple(NamedTuple):
+    """The look-ups of one (token, kind, part); arrays of all of them in `_triples`."""
 
-    first_row: Int[Array, "2 triples"]
-    rank: Int[Array, "triples"]
-    start: Int[Array, "triples"]  # where the part's rank rows start in h
-    scale: Float[Array, "triples"]
+    first_a: Int[Array, ""]
+    first_b: Int[Array, ""]
+    rank: Int[Array, ""]
+    token: Int[Array, ""]
+    kind: Int[Array, ""]  # its place among the call's kinds
+    start: Int[Array, ""]  # where the part's rank rows start in h
+    scale_bits: Int[Array, ""]
+
+    @property
+    def scale(self) -> Float[Array, ""]:
+        return lax.bitcast_convert_type(self.scale_bits, jnp.float32)
 
 
-def _triples(call: Call, routing: Routing) -> _Triples:
+def _triples(call: Call, routing: Routing) -> Int[Array, "triples fields"]:
+    """A row a triple, tokens outermost, parts innermost; the columns are `_Triple`'s."""
     kinds = jnp.asarray(call.kinds)
-
-    def by_token(table: Array) -> Array:  # [..., kinds, slots, parts] -> [..., triples]
-        of_token = jnp.moveaxis(table[..., routing.slots, :], -2, -3)
-        return of_token.reshape(*of_token.shape[:-3], -1)
-
-    rank = call.tables.rank[kinds, call.layer]
-    first_row = jnp.moveaxis(call.tables.first_row[kinds, :, call.layer], 1, 0)
-    return _Triples(
-        by_token(first_row),
-        by_token(rank),
-        by_token(jnp.cumsum(rank, axis=-1) - rank),
-        by_token(call.tables.scale[kinds, call.layer]),
+    rank = call.tables.rank[kinds, call.layer]  # [kinds, slots, parts], like all below
+    fields = _Triple(
+        first_a=call.tables.first_row[kinds, SIDE_A, call.layer],
+        first_b=call.tables.first_row[kinds, SIDE_B, call.layer],
+        rank=rank,
+        token=jnp.zeros_like(rank),
+        kind=jnp.broadcast_to(jnp.arange(len(call.kinds))[:, None, None], rank.shape),
+        start=jnp.cumsum(rank, axis=-1) - rank,
+        scale_bits=lax.bitcast_convert_type(call.tables.scale[kinds, call.layer], jnp.int32),
     )
+    of_slot = jnp.moveaxis(jnp.stack(fields, axis=-1), 1, 0)  # [slots, kinds, parts, fields]
+    of_token = (
+        of_slot[routing.slots]
+        .at[..., _Triple._fields.index("token")]
+        .set(jnp.arange(routing.slots.shape[0])[:, None, None])
+    )
+    return of_token.reshape(-1, of_token.shape[-1])
 
 
 class _Block(NamedTuple):
-    """RANK_BLOCK rank rows from i0 of one triple, read `back` rows early.
+    """RANK_BLOCK rank rows from i0 of one triple's factor, read `back` rows early.
 
     A slice past the pool's end would be clamped, each column block by another amount. Moving all of
     them back alike keeps them aligned, and cannot pass the pool's start: with rank >= RANK_BLOCK
@@ -64,13 +78,13 @@ class _Block(NamedTuple):
 
     row: Int[Array, ""]  # of column block 0
     rank: Int[Array, ""]  # rows from one column block to the next
-    live: Array  # [RANK_BLOCK] bool: rows from i0 on and below the rank
+    live: Bool[Array, "block"]  # from i0 on and below the rank
     back: Int[Array, ""]  # less than RANK_BLOCK
 
 
-def _block(at: _Triples, m, side: int, i0, columns, pool_rows: int) -> _Block:
-    rank, row = at.rank[m], at.first_row[side, m] + i0
-    back = jnp.maximum(row + (columns - 1) * rank + RANK_BLOCK - pool_rows, 0)
+def _block(first_row: Array, rank: Array, i0: Array, columns, pool: Array) -> _Block:
+    row = first_row + i0
+    back = jnp.maximum(row + (columns - 1) * rank + RANK_BLOCK - pool.shape[0], 0)
     j = jnp.arange(RANK_BLOCK) - back
     return _Block(row - back, rank, (j >= 0) & (i0 + j < rank), back)
 
@@ -81,13 +95,15 @@ def _long_enough(pool: Array, columns: int) -> Array:
     return jnp.pad(pool, ((0, missing), (0, 0))) if missing > 0 else pool
 
 
-def _shrink_block(pool: Array, block: _Block, x3: Float[Array, "tokens c w"], t) -> Array:
-    """[RANK_BLOCK] the rank rows' products with token t, zero where not live."""
+def _shrink_block(
+    pool: Array, block: _Block, x3: Float[Array, "tokens c w"], token: Array
+) -> Float[Array, "block"]:
+    """The rank rows' products with the token, zero where not live."""
     columns, w = x3.shape[1:]
 
     def add_column_block(c, acc):
         a = lax.dynamic_slice(pool, (block.row + c * block.rank, 0), (RANK_BLOCK, w))
-        x = lax.dynamic_slice(x3, (t, c, 0), (1, 1, w))[0]
+        x = lax.dynamic_slice(x3, (token, c, 0), (1, 1, w))[0]
         return acc + a.astype(jnp.float32) * x
 
     unroll = max(u for u in range(1, _UNROLL + 1) if columns % u == 0)
@@ -96,8 +112,10 @@ def _shrink_block(pool: Array, block: _Block, x3: Float[Array, "tokens c w"], t)
     return jnp.where(block.live, acc.sum(axis=1), 0.0)
 
 
-def _expand_block(pool: Array, block: _Block, h: Array, delta: Array, begin, columns) -> Array:
-    """delta[column blocks, w] with the rank rows times h added from column block `begin` on."""
+def _expand_block(
+    pool: Array, block: _Block, h: Float[Array, "block"], delta: Float[Array, "rows w"], begin, n
+) -> Float[Array, "rows w"]:
+    """delta with the rank rows times h added to its `n` rows (column blocks) from `begin` on."""
     w = delta.shape[1]
 
     def add_to_column_block(c, delta):
@@ -106,17 +124,24 @@ def _expand_block(pool: Array, block: _Block, h: Array, delta: Array, begin, col
         old = lax.dynamic_slice(delta, (begin + c, 0), (1, w))
         return lax.dynamic_update_slice(delta, old + term.sum(axis=0), (begin + c, 0))
 
-    return lax.fori_loop(0, columns, add_to_column_block, delta)
+    return lax.fori_loop(0, n, add_to_column_block, delta)
 
 
-def _each_block(at: _Triples, body, carry):
+def _each_block(triples: Int[Array, "triples fields"], body, carry):
     """carry = body(triple, first rank row of the block, carry), in order."""
 
     def over_blocks(m, carry):
-        blocks = (at.rank[m] + RANK_BLOCK - 1) // RANK_BLOCK
-        return lax.fori_loop(0, blocks, lambda b, c: body(m, b * RANK_BLOCK, c), carry)
+        fields = triples[m]
 
-    return lax.fori_loop(0, at.rank.shape[0], over_blocks, carry)
+        def one(b, carry):
+            # The barrier keeps XLA from moving pieces of the body out, one operation each.
+            inside, b = lax.optimization_barrier((fields, b))
+            return body(_Triple(*inside), b * RANK_BLOCK, carry)
+
+        blocks = (_Triple(*fields).rank + RANK_BLOCK - 1) // RANK_BLOCK
+        return lax.fori_loop(0, blocks, one, carry)
+
+    return lax.fori_loop(0, triples.shape[0], over_blocks, carry)
 
 
 def _token_blocks(call: Call, x: Float[Array, "tokens d"]) -> Float[Array, "tokens c w"]:
@@ -126,65 +151,60 @@ def _token_blocks(call: Call, x: Float[Array, "tokens d"]) -> Float[Array, "toke
 
 
 def shrink(call: Call, x, routing: Routing) -> Float[Array, "kinds 1 tokens max_rank"]:
-    x3, at = _token_blocks(call, x), _triples(call, routing)
+    x3 = _token_blocks(call, x)
     pool = _long_enough(call.tables.pool, x3.shape[1])
-    pairs, parts = x.shape[0] * len(call.kinds), call.tables.rank.shape[-1]
 
-    def body(m, i0, h):
-        pair = m // parts
-        block = _block(at, m, SIDE_A, i0, x3.shape[1], pool.shape[0])
-        terms = _shrink_block(pool, block, x3, pair // len(call.kinds))
+    def body(at: _Triple, i0, h):
+        block = _block(at.first_a, at.rank, i0, x3.shape[1], pool)
+        terms = _shrink_block(pool, block, x3, at.token)[None, None]
         # Each h row has RANK_BLOCK spare entries on either side: entries not live stay as they are.
-        where = (pair, RANK_BLOCK + at.start[m] + i0 - block.back)
-        old = lax.dynamic_slice(h, where, (1, RANK_BLOCK))
+        where = (at.kind, at.token, RANK_BLOCK + at.start + i0 - block.back)
+        old = lax.dynamic_slice(h, where, terms.shape)
         return lax.dynamic_update_slice(h, jnp.where(block.live, terms, old), where)
 
-    h = _each_block(at, body, jnp.zeros((pairs, call.max_rank + 2 * RANK_BLOCK), jnp.float32))
-    h = h[:, RANK_BLOCK:-RANK_BLOCK].reshape(x.shape[0], 1, len(call.kinds), call.max_rank)
-    return jnp.transpose(h, (2, 1, 0, 3))
+    shape = (len(call.kinds), x.shape[0], call.max_rank + 2 * RANK_BLOCK)
+    h = _each_block(_triples(call, routing), body, jnp.zeros(shape, jnp.float32))
+    return h[:, None, :, RANK_BLOCK:-RANK_BLOCK]
 
 
-def _delta(call: Call, tokens: int, at: _Triples, pool, h_of) -> Float[Array, "tokens d"]:
-    """The deltas of h_of(triple, token, first rank row, block of B), each from its rank blocks."""
-    parts, kinds = call.tables.rank.shape[-1], len(call.kinds)
-    column_count = jnp.asarray(call.columns, jnp.int32)
-    first_column = jnp.cumsum(column_count) - column_count
+def _delta(call: Call, pool: Array, routing: Routing, h_of) -> Float[Array, "tokens d"]:
+    """The tokens' deltas, a block of rank rows at a time: h_of(triple, i0, block of B) times B."""
+    tokens, total = routing.slots.shape[0], sum(call.columns)
+    counts = jnp.asarray(call.columns, jnp.int32)
+    begins = jnp.asarray([sum(call.columns[:n]) for n in range(len(call.columns))], jnp.int32)
 
-    def body(m, i0, delta):
-        t, n = m // (parts * kinds), m // parts % kinds
-        block = _block(at, m, SIDE_B, i0, column_count[n], pool.shape[0])
-        h = h_of(m, t, i0, block) * at.scale[m]
-        begin = t * sum(call.columns) + first_column[n]
-        return _expand_block(pool, block, h, delta, begin, column_count[n])
+    def body(at: _Triple, i0, delta):
+        n = counts[at.kind]
+        block = _block(at.first_b, at.rank, i0, n, pool)
+        h = h_of(at, i0, block) * at.scale
+        return _expand_block(pool, block, h, delta, at.token * total + begins[at.kind], n)
 
-    delta = jnp.zeros((tokens * sum(call.columns), call.width), jnp.float32)
-    return _each_block(at, body, delta).reshape(tokens, -1)
+    delta = jnp.zeros((tokens * total, call.width), jnp.float32)
+    return _each_block(_triples(call, routing), body, delta).reshape(tokens, -1)
 
 
 def expand_add(call: Call, y, h, routing: Routing, widths: tuple[int, ...]):
-    at = _triples(call, routing)
     pool = _long_enough(call.tables.pool, max(call.columns))
-    parts, kinds = call.tables.rank.shape[-1], len(call.kinds)
     h = jnp.pad(h[:, 0], ((0, 0), (0, 0), (RANK_BLOCK, RANK_BLOCK)))
 
-    def h_of(m, t, i0, block: _Block):
-        where = (m // parts % kinds, t, RANK_BLOCK + at.start[m] + i0 - block.back)
+    def h_of(at: _Triple, i0, block: _Block):
+        where = (at.kind, at.token, RANK_BLOCK + at.start + i0 - block.back)
         return lax.dynamic_slice(h, where, (1, 1, RANK_BLOCK))[0, 0]
 
-    return _add(call, y, _delta(call, y.shape[0], at, pool, h_of), routing, widths)
+    return _add(call, y, _delta(call, pool, routing, h_of), routing, widths)
 
 
 def add_delta(call: Call, y, x, routing: Routing, widths: tuple[int, ...]):
     """One pass: each block of rank rows is used as soon as it is made."""
-    x3, at = _token_blocks(call, x), _triples(call, routing)
+    x3 = _token_blocks(call, x)
     pool = _long_enough(call.tables.pool, max(x3.shape[1], *call.columns))
 
-    def h_of(m, t, i0, block: _Block):
-        of_a = _block(at, m, SIDE_A, i0, x3.shape[1], pool.shape[0])
-        h = jnp.pad(_shrink_block(pool, of_a, x3, t), RANK_BLOCK)
+    def h_of(at: _Triple, i0, block: _Block):
+        of_a = _block(at.first_a, at.rank, i0, x3.shape[1], pool)
+        h = jnp.pad(_shrink_block(pool, of_a, x3, at.token), RANK_BLOCK)
         return lax.dynamic_slice(h, (RANK_BLOCK + of_a.back - block.back,), (RANK_BLOCK,))
 
-    return _add(call, y, _delta(call, y.shape[0], at, pool, h_of), routing, widths)
+    return _add(call, y, _delta(call, pool, routing, h_of), routing, widths)
 
 
 def _add(call: Call, y, delta, routing: Routing, widths: tuple[int, ...]):

@@ -146,8 +146,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 def url(listener: socket.socket) -> str:
     """Where a client on this machine finds a listening socket."""
-    address, port = listener.getsockname()[:2]
-    host: str = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    address, port = str(listener.getsockname()[0]), listener.getsockname()[1]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

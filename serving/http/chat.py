@@ -52,6 +52,7 @@ async def check_chat(services: Services, fields: ChatRequest) -> Generation:
         fields,
         adapter,
         [prompt],
+        "messages",
         _max_tokens(fields),
         services.catalog.max_model_len,
         services.tokenizer.vocab_size,

@@ -50,6 +50,7 @@ async def check_completion(services: Services, fields: CompletionRequest) -> Gen
         fields,
         adapter,
         prompts,
+        "prompt",
         DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens,
         services.catalog.max_model_len,
         services.tokenizer.vocab_size,

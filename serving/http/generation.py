@@ -64,6 +64,7 @@ def plan(
     fields: GenerationFields,
     adapter: AdapterReference | None,
     prompts: Sequence[TokenIds],
+    prompt_field: str,
     max_tokens: int | None,
     max_model_len: int,
     vocab_size: int,
@@ -81,7 +82,7 @@ def plan(
     request_id = f"{id_prefix}-{uuid.uuid4().hex}"
     requests = []
     for index, prompt in enumerate(prompts):
-        limit = answer_limit(len(prompt), max_tokens, max_model_len)
+        limit = answer_limit(len(prompt), max_tokens, max_model_len, prompt_field)
         sampling = sampling_params(fields, limit, vocab_size)
         requests.append(Request(f"{request_id}-{index}", prompt, sampling, adapter))
     return Generation(
@@ -95,14 +96,16 @@ def plan(
     )
 
 
-def answer_limit(prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
+def answer_limit(
+    prompt_tokens: int, max_tokens: int | None, max_model_len: int, prompt_field: str
+) -> int:
     """`max_tokens`, or what is left of the context. Raises ContextLengthError where none is."""
     wanted = 1 if max_tokens is None else max_tokens
     if prompt_tokens + wanted > max_model_len:
         raise ContextLengthError(
             f"this model's context length is {max_model_len} tokens, but {prompt_tokens + wanted} "
             f"were requested: {prompt_tokens} in the prompt and {wanted} for the answer",
-            param="prompt" if max_tokens is None else "max_tokens",
+            param=prompt_field if max_tokens is None else "max_tokens",
         )
     return max_model_len - prompt_tokens if max_tokens is None else max_tokens
 

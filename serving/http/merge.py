@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
+from serving.http.tasks import end
+
 
 T = TypeVar("T")
 
@@ -45,9 +47,7 @@ async def merge(
             for item in news.items:
                 yield news.index, item
     finally:
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await end(*pumps)
 
 
 async def _pump(

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.errors import ServingError, UnavailableError, error_body
 from serving.http.errors import as_serving_error
+from serving.http.tasks import end
 
 
 DONE = b"data: [DONE]\n\n"
@@ -32,9 +33,10 @@ def event(content: Any) -> bytes:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; where the client hangs up first, cancel it and raise.
+    """The result of `work`, which is cancelled where nobody waits for it any more.
 
-    The request's body must have been read. Returns or raises only after `work` has cleaned up.
+    Raises ClientDisconnectedError where the client hangs up first, UnavailableError where the
+    server stops; either only after `work` has cleaned up. The request's body must have been read.
     """
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))
@@ -43,10 +45,10 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         if task.done():
             return task.result()
         raise ClientDisconnectedError
+    except asyncio.CancelledError:  # only a server that stops, and has waited long enough, does it
+        raise UnavailableError("the server is stopping") from None
     finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        await end(task, watcher)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -72,8 +74,8 @@ class EventStream(StreamingResponse):
         try:
             with suppress(ClientDisconnectedError):
                 await unless_disconnected(receive, self._send_events(send))
-        except asyncio.CancelledError:  # the server stops, and has waited for us long enough
-            await _send_error(send, UnavailableError("the server is stopping"))
+        except UnavailableError as error:
+            await _send_error(send, error)
 
     async def _send_events(self, send: Send) -> None:
         try:

@@ -1,0 +1,146 @@
+"""An engine and a tokenizer that need no model: the answer to a prompt is the prompt again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from serving.catalog import ModelCatalog, ServedAdapter
+from serving.core import AdapterReference, FinishReason, Request, RequestOutput
+from serving.engine_protocol import EngineDeadError
+from serving.http.app import create_app
+from serving.metrics import Metrics
+
+
+BOS = 256
+MAX_MODEL_LEN = 64
+
+
+class ByteTokenizer:
+    """A token a byte, and a BOS. "<" and ">" frame what the chat template writes."""
+
+    vocab_size = 257
+    eos_token_ids = (0,)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        special = "" if skip_special_tokens else "[BOS]"
+        return "".join(special if i == BOS else chr(i) for i in ids)
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        if any(message["content"] == "refuse me" for message in messages):
+            raise ValueError("conversation roles must alternate")
+        text = "".join(f"<{message['role'][0]}:{message['content']}>" for message in messages)
+        return text + "<a:" * add_generation_prompt
+
+
+class EchoEngine:
+    """Yields the prompt's bytes, one a step, then stops; counts what opened and how it closed.
+
+    `hold` keeps answers from going on; `fail_after` raises after that many tokens; `abort_after`
+    ends with the reason "abort".
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.alive = True
+        self.hold = False
+        self.fail_after: int | None = None
+        self.abort_after: int | None = None
+        self.requests: list[Request] = []
+        self.running = 0
+        self.aborted = 0
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        if not self.alive:
+            raise EngineDeadError("gone")
+        self.requests.append(request)
+        self.running += 1
+        finished = False
+        try:
+            for count, token in enumerate(request.prompt_token_ids, start=1):
+                while self.hold and count > 1:
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(0)
+                if self.fail_after == count:
+                    raise RuntimeError("a secret detail")
+                reason = self._reason(request, count)
+                finished = reason is not None
+                text = "" if token == BOS else chr(token)
+                yield RequestOutput(
+                    request.request_id,
+                    text,
+                    (token,),
+                    len(request.prompt_token_ids),
+                    count,
+                    reason,
+                    "\n" if reason is FinishReason.STOP else None,
+                )
+                if finished:
+                    return
+        finally:
+            self.running -= 1
+            self.aborted += not finished
+
+    def _reason(self, request: Request, count: int) -> FinishReason | None:
+        if self.abort_after == count:
+            return FinishReason.ABORT
+        if count == len(request.prompt_token_ids):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if count == request.sampling.max_tokens else None
+
+
+def make_catalog(max_model_len: int = MAX_MODEL_LEN) -> ModelCatalog:
+    return ModelCatalog(
+        base="org/base-1",
+        base_root="models/base-1",
+        max_model_len=max_model_len,
+        aliases=("gpt",),
+        adapters={
+            name: ServedAdapter(AdapterReference(name, f"key of {name}"), f"adapters/{name}")
+            for name in ("pirate", "team/formal")
+        },
+        created=1700000000,
+    )
+
+
+def make_app(engine: EchoEngine, *, api_key: str | None = None, max_model_len: int = 64) -> FastAPI:
+    catalog = make_catalog(max_model_len)
+    return create_app(engine, catalog, ByteTokenizer(), Metrics("org/base-1"), api_key=api_key)
+
+
+@contextlib.contextmanager
+def live_server(app: FastAPI) -> Iterator[str]:
+    """Serve `app` on a free loopback port, in a thread; the base URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def wait_until(holds: Any, seconds: float = 5.0) -> None:
+    """Wait for `holds()`; AssertionError where it doesn't come true in time."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.005)

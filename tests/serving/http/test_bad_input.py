@@ -1,0 +1,283 @@
+"""Whatever is wrong with a request is a 4xx in OpenAI's shape, and nothing runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from serving.http import schemas
+from serving.http.body import MAX_BODY_BYTES
+from serving.http.prompts import MAX_PROMPTS
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MANY_STOPS = [str(i) for i in range(33)]
+
+
+def assert_error(response, status: int, param: str | None, code: str | None = None) -> str:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(response.json()) == {"error"}
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert "\n" not in error["message"]
+    assert error["param"] == param
+    assert error["code"] == code
+    return error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"model": 5}, "model"),
+        ({"model": "pirate", "adapter": "team/formal"}, "adapter"),
+        ({"model": "gpt:pirate", "lora_name": "team/formal"}, "lora_name"),
+        ({"adapter": "pirate", "lora_name": "team/formal"}, "lora_name"),
+        ({"adapter": ["pirate"]}, "adapter"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": [1, [2]]}, "prompt"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": [1, True]}, "prompt[1]"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": [None]}, "prompt[0]"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [257]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": ["a"] * (MAX_PROMPTS + 1)}, "prompt"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 5.5}, "max_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"stop": MANY_STOPS}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stop_token_ids": [257]}, "stop_token_ids"),
+        ({"stop_token_ids": list(range(33))}, "stop_token_ids"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"user": 1}, "user"),
+        ({"n": 2}, "n"),
+        ({"n": True}, "n"),
+        ({"echo": True}, "echo"),
+        ({"echo": 0}, "echo"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"no_such_field": None}, "no_such_field"),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)
+def test_completion_field(call, engine, fields, param, stream):
+    body = {"model": "gpt", "prompt": "hello", "stream": stream, **fields}
+    assert_error(call("POST", COMPLETIONS, content=json.dumps(body)), 400, param)
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more"),
+        ({"stream": True, "stream_options": True}, "stream_options"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+    ],
+)
+def test_stream_field(call, fields, param):
+    body = {"model": "gpt", "prompt": "hello", **fields}
+    assert_error(call("POST", COMPLETIONS, json=body), 400, param)
+
+
+USER = {"role": "user", "content": "hi"}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+        ({"messages": [USER, {"role": "wizard", "content": "hi"}]}, "messages[1].role"),
+        ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].image_url"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "audio", "text": "x"}]}]},
+            "messages[0].content",
+        ),
+        ({"messages": [USER | {"name": "Ann"}]}, "messages[0].name"),
+        ({"messages": [USER | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [USER | {"mood": "good"}]}, "messages[0].mood"),
+        ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages"),
+        ({"prompt": "hi"}, "prompt"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"max_completion_tokens": -4}, "max_tokens"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)
+def test_chat_field(call, engine, fields, param, stream):
+    body = {"model": "gpt", "messages": [USER], "stream": stream, **fields}
+    assert_error(call("POST", CHAT, json=body), 400, param)
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"null",
+        b"5",
+        b"{} {}",
+        b'{"prompt": NaN}',
+        b'{"temperature": 1e999}',
+        b'{"prompt": "\xff"}',
+        rb'{"prompt": "\ud800"}',
+        rb'{"prompt": "a\udc00b", "model": "gpt"}',
+        b'{"model": "gpt", "seed": 1' + b"0" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        "{}".encode("utf-16"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_body_that_is_no_json_object(call, engine, path, content):
+    assert_error(call("POST", path, content=content), 400, None)
+    assert engine.requests == []
+
+
+def test_body_over_the_limit_is_413(call):
+    content = b'{"model": "gpt", "prompt": "' + b"x" * MAX_BODY_BYTES + b'"}'
+    assert_error(call("POST", COMPLETIONS, content=content), 413, None, "payload_too_large")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "nobody"},
+        {"model": "org/base-1:nobody"},
+        {"model": "org/base-1:"},
+        {"model": "nobody:pirate"},
+        {"model": "pirate:pirate"},
+        {"model": "pirate\n"},
+        {"model": ""},
+        {"model": "x" * 10_000},
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_unknown_model_is_404_and_never_the_base(call, engine, fields, stream):
+    response = call("POST", COMPLETIONS, json={"prompt": "hi", "stream": stream, **fields})
+    message = assert_error(response, 404, "model", "model_not_found")
+    assert len(message) < 1100
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("field", ["adapter", "lora_name"])
+@pytest.mark.parametrize("name", ["nobody", "", "gpt", "org/base-1:pirate"])
+def test_unknown_adapter_is_404_and_never_the_base(call, engine, field, name):
+    response = call("POST", COMPLETIONS, json={"model": "gpt", "prompt": "hi", field: name})
+    assert_error(response, 404, field, "model_not_found")
+    assert engine.requests == []
+
+
+def test_prompt_and_answer_over_the_context_is_400_with_the_numbers(call, engine):
+    fields = {"model": "gpt", "prompt": [97] * 60, "max_tokens": 5}
+    code = "context_length_exceeded"
+    message = assert_error(call("POST", COMPLETIONS, json=fields), 400, "max_tokens", code)
+    assert all(number in message for number in ("64", "65", "60", "5"))
+    messages = [{"role": "user", "content": "x" * 60}]
+    response = call("POST", CHAT, json={"model": "gpt", "messages": messages})
+    assert_error(response, 400, "messages", code)
+    assert engine.requests == []
+    fields["max_tokens"] = 4
+    assert call("POST", COMPLETIONS, json=fields).status_code == 200
+
+
+def test_one_bad_prompt_of_several_keeps_all_from_running(call, engine):
+    fields = {"model": "gpt", "prompt": [[97], [97] * 64]}
+    assert call("POST", COMPLETIONS, json=fields).status_code == 400
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "not_found"),
+        ("POST", "/v1/completions/", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+    ],
+)
+def test_wrong_route_or_method(call, method, path, status, code):
+    assert_error(call(method, path), status, None, code)
+
+
+@pytest.mark.parametrize(
+    ("params", "request_type", "refused"),
+    [
+        (chat_params.CompletionCreateParamsBase, schemas.ChatRequest, schemas.REFUSED_CHAT),
+        (
+            completion_params.CompletionCreateParamsBase,
+            schemas.CompletionRequest,
+            schemas.REFUSED_COMPLETION,
+        ),
+    ],
+)
+def test_every_field_of_openais_schema_is_served_or_refused_by_name(params, request_type, refused):
+    known: set[str] = set(request_type.__struct_fields__)
+    assert known.isdisjoint(refused)
+    ours = known | set(refused)
+    newer: dict[str, Any] = {name: None for name in params.__annotations__ if name not in ours}
+    assert not newer

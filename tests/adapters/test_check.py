@@ -1,0 +1,130 @@
+"""`python -m jaxlora.adapters.check` says what the server would, with its own exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxlora.adapters import check
+from jaxlora.adapters.modules import AdaptableModule, ModuleTable, ParallelKind
+from jaxlora.adapters.peft import read_adapter
+from jaxlora.config import ModelConfig
+from jaxlora.models import build
+from tests.support.peft_folders import random_factors, read, write_adapter
+
+
+BASE = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(BASE))
+    return folder
+
+
+def modules_of(model: Path) -> ModuleTable:
+    return build(ModelConfig.from_folder(model), 1, "float32").modules
+
+
+@pytest.fixture
+def good(tmp_path, model) -> Path:
+    return write_adapter(tmp_path / "good", random_factors(modules_of(model)))
+
+
+def run(*arguments: object) -> int:
+    return check.main([str(argument) for argument in arguments])
+
+
+def test_a_good_adapter_is_reported_and_the_status_is_0(model, good, capsys):
+    assert run("--model", model, good) == 0
+    text = capsys.readouterr().out
+    config = ModelConfig.from_folder(model)
+    adapter = read_adapter(
+        good, name="x", modules=modules_of(model), base_fingerprint=config.fingerprint
+    )
+    assert f"{good}: ok" in text and adapter.key in text
+    for layer in (0, 1):
+        for name in ("q_proj", "o_proj"):
+            assert f"model.layers.{layer}.self_attn.{name}" in text
+    assert "rank 3" in text and "scale 2 " in text
+
+
+def test_json_has_key_modules_ranks_scales_and_bytes(model, good, capsys):
+    assert run("--model", model, "--json", "--tp", 2, good) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["refused"] is None and report["max_rank"] == 3 and len(report["key"]) == 64
+    assert report["modules"][0] == {
+        "path": "model.layers.0.self_attn.q_proj",
+        "rank": 3,
+        "scale": 2.0,
+        "dtype": "float32",
+    }
+    # tp 2 cuts q's B and o's A in half; rows are 32 wide: 2 layers x 2 modules x rank 3 x (1 + 1).
+    assert report["bytes_per_rank"] == {"bfloat16": 2 * 2 * 3 * 2 * 32 * 2, "float32": 3072}
+
+
+def test_a_refused_adapter_gives_its_reason_and_status_1(tmp_path, model, good, capsys):
+    bad = write_adapter(tmp_path / "bad", random_factors(modules_of(model)), use_dora=True)
+    assert run("--model", model, good, bad) == 1
+    text = capsys.readouterr().out
+    assert f"{good}: ok" in text and f"{bad}: REFUSED" in text and "use_dora is True" in text
+    assert run("--model", model, "--json", good, bad) == 1
+    reports = json.loads(capsys.readouterr().out)
+    assert [report["refused"] is None for report in reports] == [True, False]
+
+
+def test_the_servers_rank_limit_is_checked(model, good, capsys):
+    assert run("--model", model, "--max-adapter-rank", 2, good) == 1
+    assert "over --max-adapter-rank 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["adapter"], ["--model", "m"], ["--model", "m", "--tp", "0", "a"], ["--nonsense"]],
+)
+def test_wrong_use_has_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp"),
+    [({}, 3), ({"model_type": "unheard_of"}, 1), ({"hidden_size": "wide"}, 1)],
+)
+def test_a_base_that_is_not_served_has_status_2_and_one_line(model, good, capsys, changes, tp):
+    (model / "config.json").write_text(json.dumps(BASE | changes))
+    assert run("--model", model, "--tp", tp, good) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1 and output.err.startswith("check: ")
+
+
+def test_a_model_folder_that_is_not_there_has_status_2(tmp_path, good, capsys):
+    assert run("--model", tmp_path / "absent", good) == 2
+    assert "absent" in capsys.readouterr().err
+
+
+def test_bytes_are_of_the_true_rank_and_modules(tmp_path):
+    q = AdaptableModule("self_attn.q_proj", 64, 128, ParallelKind.COLUMN)
+    o = AdaptableModule("self_attn.o_proj", 128, 64, ParallelKind.ROW)
+    modules = ModuleTable(2, (q, o))
+    tensors = random_factors(modules, ["self_attn.q_proj"], rank=5)
+    folder = write_adapter(tmp_path, tensors, r=5, target_modules=["q_proj"])
+    adapter = read(folder, modules)
+    for tp, width in ((1, 64 + 128), (2, 64 + 64)):
+        sizes = check.bytes_per_rank(adapter, modules, tp)
+        assert sizes == {"bfloat16": 2 * 5 * width * 2, "float32": 2 * 5 * width * 4}

@@ -1,0 +1,140 @@
+"""What went wrong at the door of other servers cannot go wrong here. Each test is named after the
+symptom; the report is in its docstring."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+
+from jaxlora.errors import AdapterError
+from tests.support.peft_folders import random_factors, read, write_adapter
+
+
+def refused(folder, match: str, **options) -> None:
+    with pytest.raises(AdapterError, match=match) as caught:
+        read(folder, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_use_rslora_ignored_so_the_delta_is_too_weak(tmp_path):
+    """sgl-project/sglang#40835, vllm-project/vllm#10798"""
+    adapter = read(write_adapter(tmp_path, use_rslora=True))
+    assert {f.scale for f in adapter.factors.values()} == {6 / math.sqrt(3)}
+
+
+def test_adapter_of_modules_that_are_not_served_silently_answers_as_the_base(tmp_path):
+    """vllm-project/vllm#55193"""
+    key = "base_model.model.model.layers.0.mlp.gate.lora_{}.weight"
+    tensors = {key.format(side): np.ones((3, 3), np.float32) for side in "AB"}
+    refused(write_adapter(tmp_path, tensors, target_modules=["gate"]), "matches no module")
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.layers", "language_model.model.layers"])
+def test_module_prefix_mismatch_applies_no_module(tmp_path, prefix):
+    """vllm-project/vllm#34186, #48019 (text adapter on a multimodal wrapper), #34591"""
+    tensors = random_factors(prefix=f"base_model.model.{prefix}")
+    assert len(read(write_adapter(tmp_path, tensors)).factors) == 4
+
+
+def test_unknown_prefix_applies_no_module(tmp_path):
+    """vllm-project/vllm#34186"""
+    tensors = random_factors(prefix="base_model.model.thinker.model.layers")
+    refused(write_adapter(tmp_path, tensors), "matches no module of this base")
+
+
+def test_adapter_loads_and_output_is_byte_identical_to_the_base(tmp_path):
+    """vllm-project/vllm#41754"""
+    tensors = {k: v * ("lora_A" in k) for k, v in random_factors().items()}
+    refused(write_adapter(tmp_path, tensors), "the delta is zero everywhere")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp.experts.lora_A.weight",
+        "mlp.experts.base_layer.lora_A.weight",
+        "mlp.experts.0.gate_proj.lora_A.weight",
+    ],
+)
+def test_routed_expert_deltas_are_dropped_silently(tmp_path, name):
+    """vllm-project/vllm#41384, #52194, sgl-project/sglang#25528, #27381"""
+    extra = {f"base_model.model.model.layers.0.{name}": np.ones((8, 6), np.float32)}
+    refused(write_adapter(tmp_path, random_factors() | extra), "factors of routed experts")
+    refused(
+        write_adapter(tmp_path, target_parameters=["mlp.experts.down_proj"]), "target_parameters is"
+    )
+
+
+def test_same_name_and_path_with_new_bytes_reuses_the_old_adapters_cache(tmp_path):
+    """vllm-project/vllm#30931, #42125"""
+    old = read(write_adapter(tmp_path, random_factors(seed=0)))
+    new = read(write_adapter(tmp_path, random_factors(seed=1)))
+    assert (old.name, old.source) == (new.name, new.source) and old.key != new.key
+
+
+def test_adapter_changes_under_the_server_when_its_file_does(tmp_path):
+    """NovaSky-AI/SkyRL PR#1606: what was read stays what it was."""
+    adapter = read(write_adapter(tmp_path, random_factors(seed=0)))
+    before = {site: f.a.copy() for site, f in adapter.factors.items()}
+    write_adapter(tmp_path, random_factors(seed=1))
+    for site, factors in adapter.factors.items():
+        np.testing.assert_array_equal(factors.a, before[site])
+
+
+def test_invalid_adapter_kills_the_engine(tmp_path):
+    """vllm-project/vllm#11702, predibase/lorax#14: one typed error, nothing else."""
+    (write_adapter(tmp_path) / "adapter_model.safetensors").write_bytes(os.urandom(100))
+    refused(tmp_path, "truncated, or not a safetensors file")
+
+
+def test_bad_path_fails_far_from_its_cause(tmp_path):
+    """vllm-project/vllm#30690"""
+    refused(tmp_path / "absent", "absent: no such folder")
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_modules_to_save_are_half_applied(tmp_path, name):
+    """vllm-project/vllm#9280, #4186, #2816"""
+    refused(write_adapter(tmp_path, modules_to_save=[name]), "modules_to_save is")
+    extra = {f"base_model.model.model.{name}.weight": np.ones((4, 6), np.float32)}
+    refused(write_adapter(tmp_path, random_factors() | extra), name)
+
+
+def test_trainable_tokens_are_dropped(tmp_path):
+    """vllm-project/vllm#36501"""
+    key = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    extra = {key: np.ones((2, 6), np.float32)}
+    refused(write_adapter(tmp_path, random_factors() | extra), "replaced embedding rows")
+    refused(write_adapter(tmp_path, trainable_token_indices=[1, 2]), "trainable_token_indices is")
+
+
+def test_copied_added_tokens_json_is_mistaken_for_added_tokens(tmp_path):
+    """sgl-project/sglang#17905"""
+    plain = read(write_adapter(tmp_path)).key
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<new>": 99999}))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert read(tmp_path).key == plain
+
+
+def test_rank_over_64_is_not_accepted(tmp_path):
+    """vllm-project/vllm#2847"""
+    adapter = read(write_adapter(tmp_path, random_factors(rank=512), r=512))
+    assert adapter.max_rank == 512
+
+
+def test_pickled_weights_run_code(tmp_path):
+    """NVIDIA/TensorRT-LLM#13391: the file is not even opened, or this would wait for ever."""
+    (write_adapter(tmp_path) / "adapter_model.safetensors").unlink()
+    os.mkfifo(tmp_path / "adapter_model.bin")
+    refused(tmp_path, "a pickle can run code")
+
+
+def test_an_adapters_files_lead_anywhere_on_the_disk(tmp_path):
+    folder = write_adapter(tmp_path)
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_model.safetensors").symlink_to("/etc/hostname")
+    refused(folder, "leads out of the adapter's folder|no such file")

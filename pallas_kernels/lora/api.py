@@ -27,12 +27,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.lora import reference
+from pallas_kernels.lora import pallas_triton, reference
 from pallas_kernels.lora.tables import FactorTables, Routing
 
 
 Phase = Literal["decode", "prefill"]
-Backend = Literal["xla"]
+Backend = Literal["xla", "triton"]
 
 
 def supported_backends() -> tuple[str, ...]:
@@ -42,7 +42,8 @@ def supported_backends() -> tuple[str, ...]:
 
 def default_backend(platform: str | None = None) -> Backend:
     """The backend used on a platform ("cpu", "gpu"; None: JAX's default) when none is named."""
-    return "xla"
+    platform = platform or jax.default_backend()
+    return "triton" if platform in ("gpu", "cuda") else "xla"
 
 
 def shrink(
@@ -63,10 +64,12 @@ def shrink(
     NotImplementedError where the named backend cannot run.
     """
     _check(tables, routing, x.shape[0], kinds, max_rank, phase)
-    _backend(backend, interpret)
-    return reference.shrink(
-        x, tables, routing, _index(layer), kinds=kinds, max_rank=max_rank, phase=phase
-    )
+    args = (x, tables, routing, _index(layer))
+    if _chosen(backend, tables, interpret) == "triton":
+        return pallas_triton.shrink(
+            *args, kinds=kinds, max_rank=max_rank, phase=phase, interpret=interpret
+        )
+    return reference.shrink(*args, kinds=kinds, max_rank=max_rank, phase=phase)
 
 
 def expand_add(
@@ -93,18 +96,12 @@ def expand_add(
     wanted = (len(kinds), h.shape[1], y.shape[0], max_rank)
     if h.shape != wanted:
         raise ValueError(f"h: wanted shape {wanted}, got {h.shape}")
-    _backend(backend, interpret)
-    return reference.expand_add(
-        y,
-        h,
-        tables,
-        routing,
-        _index(layer),
-        kinds=kinds,
-        widths=widths,
-        max_rank=max_rank,
-        phase=phase,
-    )
+    args = (y, h, tables, routing, _index(layer))
+    if _chosen(backend, tables, interpret) == "triton":
+        return pallas_triton.expand_add(
+            *args, kinds=kinds, widths=widths, phase=phase, interpret=interpret
+        )
+    return reference.expand_add(*args, kinds=kinds, widths=widths, max_rank=max_rank, phase=phase)
 
 
 def add_delta(
@@ -126,17 +123,41 @@ def add_delta(
     _check_outputs(y, kinds, widths)
     if x.shape[0] != y.shape[0]:
         raise ValueError(f"x: wanted {y.shape[0]} tokens as in y, got {x.shape[0]}")
-    _backend(backend, interpret)
-    return reference.add_delta(
-        y,
+    if _chosen(backend, tables, interpret) == "xla":
+        return reference.add_delta(
+            y,
+            x,
+            tables,
+            routing,
+            _index(layer),
+            kinds=kinds,
+            widths=widths,
+            max_rank=max_rank,
+            phase=phase,
+        )
+    h = shrink(
         x,
         tables,
         routing,
-        _index(layer),
+        layer=layer,
+        kinds=kinds,
+        max_rank=max_rank,
+        phase=phase,
+        backend=backend,
+        interpret=interpret,
+    )
+    return expand_add(
+        y,
+        h,
+        tables,
+        routing,
+        layer=layer,
         kinds=kinds,
         widths=widths,
         max_rank=max_rank,
         phase=phase,
+        backend=backend,
+        interpret=interpret,
     )
 
 
@@ -144,10 +165,17 @@ def _index(layer: int | Array) -> Array:
     return jnp.asarray(layer, jnp.int32)
 
 
-def _backend(name: str | None, interpret: bool) -> str:
-    name = name or default_backend(jax.default_backend())
+def _chosen(backend: str | None, tables: FactorTables, interpret: bool) -> str:
+    name = backend or default_backend()
     if name not in supported_backends():
         raise NotImplementedError(f"no LoRA backend {name!r}; there are {supported_backends()}")
+    if name == "triton":
+        if not interpret and jax.default_backend() != "gpu":
+            where = jax.default_backend()
+            raise NotImplementedError(
+                f"triton: needs a GPU or interpret=True, the platform is {where}"
+            )
+        pallas_triton.check(tables)
     return name
 
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-# Up to three tokens hold the bytes of an incomplete character (each has at least one byte). One
-# more, because some decoders treat a text's first token specially: that must not be a new one.
-_CONTEXT_TOKENS = 4
+# How many shown tokens are decoded again before new ones. One, because some decoders treat a text's
+# first token specially, and that must not be a new one; before a held character also those that may
+# have its first bytes: at most three, as each token has at least one.
+_CONTEXT_TOKENS = 1
+_CONTEXT_TOKENS_HELD = 4
 _REPLACEMENT = "\ufffd"
 
 
@@ -55,13 +57,14 @@ class IncrementalDetokenizer:
         text = self._tokenizer.decode(tokens)
         certain = text.removesuffix(_REPLACEMENT)
         piece = self._beyond_shown(certain)
-        if piece:
+        if not piece:
+            self._context = tokens
+        elif certain == text:
             self._context = tokens[-_CONTEXT_TOKENS:]
             self._shown = self._tokenizer.decode(self._context)
-            if certain != text:
-                self._shown = self._shown.removesuffix(_REPLACEMENT)
         else:
-            self._context = tokens
+            self._context = tokens[-_CONTEXT_TOKENS_HELD:]
+            self._shown = self._tokenizer.decode(self._context).removesuffix(_REPLACEMENT)
         return piece
 
     def finish(self) -> str:
@@ -78,7 +81,7 @@ class IncrementalDetokenizer:
         """The prompt's last visible tokens: enough of them, and all of a run of bytes."""
         tail: list[int] = []
         for token in reversed(prompt):
-            if len(tail) >= _CONTEXT_TOKENS and not self._tokenizer.is_byte_fallback(tail[-1]):
+            if len(tail) >= _CONTEXT_TOKENS_HELD and not self._tokenizer.is_byte_fallback(tail[-1]):
                 break
             if not self._tokenizer.is_silent(token):
                 tail.append(token)

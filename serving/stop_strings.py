@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -16,6 +17,8 @@ class StopStringFilter:
     def __init__(self, stops: Sequence[str]) -> None:
         """Raises ValueError for an empty stop string."""
         self._matchers = [_Matcher(stop) for stop in stops]
+        # Where a stop string may begin: most text has no such place, and passes without a search.
+        self._begin = re.compile("|".join(re.escape(first) for first in {s[0] for s in stops}))
         self._held = ""  # read but not passed on: it may be the start of a stop string
         self._matched: str | None = None
 
@@ -29,7 +32,13 @@ class StopStringFilter:
         if not self._matchers:
             return text, None
         seen = self._held + text
-        for position, character in enumerate(text, start=len(self._held) + 1):
+        start = len(self._held)
+        if not start:
+            begin = self._begin.search(text)
+            if begin is None:
+                return text, None
+            start = begin.start()
+        for position, character in enumerate(seen[start:], start=start + 1):
             complete = [matcher.stop for matcher in self._matchers if matcher.step(character)]
             if complete:
                 self._matched = max(complete, key=len)

@@ -55,7 +55,7 @@ class Answer:
     text: str
     token_ids: list[int]
     completion_tokens: int
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     stop_reason: int | str | None
 
 
@@ -162,7 +162,7 @@ async def collect(engine: Engine, generation: Generation) -> list[Answer]:
             text="".join(texts[i]),
             token_ids=ids[i],
             completion_tokens=last[i].completion_tokens,
-            finish_reason=last[i].finish_reason or FinishReason.STOP,
+            finish_reason=last[i].finish_reason,
             stop_reason=last[i].stop_reason,
         )
         for i in range(len(generation.requests))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
@@ -281,3 +283,46 @@ def test_every_field_of_openais_schema_is_served_or_refused_by_name(params, requ
     ours = known | set(refused)
     newer: dict[str, Any] = {name: None for name in params.__annotations__ if name not in ours}
     assert not newer
+
+
+FIELDS = sorted(
+    {*schemas.CompletionRequest.__struct_fields__, *schemas.ChatRequest.__struct_fields__}
+    | schemas.REFUSED_CHAT.keys()
+)
+ATOMS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.sampled_from(["gpt", "pirate", "user", "text", 97, 2**63, -(2**64)])
+)
+VALUES = st.recursive(
+    ATOMS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@hypothesis.settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(
+    path=st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize"]),
+    fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
+)
+def test_no_value_of_any_field_is_a_fault_of_the_server(call, engine, path, fields):
+    good = {"model": "gpt", "prompt" if path == COMPLETIONS else "messages": [97]}
+    if path == CHAT:
+        good["messages"] = [{"role": "user", "content": "hi"}]
+    response = call("POST", path, json=good | fields)
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        assert set(response.json()) == {"error"}
+    assert engine.running == 0

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import asyncio
+import time
+
+import httpx
 import pytest
 
-from tests.serving.http.fakes import BOS
+from serving.http.app import create_app
+from serving.metrics import Metrics
+from tests.serving.http.fakes import BOS, ByteTokenizer, EchoEngine, make_catalog
 from tests.serving.http.test_bad_input import assert_error
 
 
@@ -73,3 +79,31 @@ def test_bad_detokenize_request_is_400(call, fields, param):
 def test_unknown_model_is_404(call, path):
     fields = {"model": "nobody"} | ({"prompt": "a"} if path == "/tokenize" else {"tokens": [1]})
     assert_error(call("POST", path, json=fields), 404, "model", "model_not_found")
+
+
+def test_a_long_text_does_not_hold_up_other_requests():
+    class SlowTokenizer(ByteTokenizer):
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            time.sleep(0.3)
+            return super().encode(text, add_special_tokens)
+
+    app = create_app(EchoEngine(), make_catalog(), SlowTokenizer(), Metrics("base"))
+    ended = []
+
+    async def run() -> None:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://test"
+        ) as client:
+
+            async def slow() -> None:
+                await client.post("/tokenize", json={"prompt": "x" * 100_000})
+                ended.append("slow")
+
+            async def quick() -> None:
+                await client.get("/health")
+                ended.append("quick")
+
+            await asyncio.gather(slow(), quick())
+
+    asyncio.run(run())
+    assert ended == ["quick", "slow"]

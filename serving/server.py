@@ -61,7 +61,8 @@ def build_backend(engine_config: EngineConfig, server: ServerConfig) -> Backend:
         aliases=server.aliases,
         adapters=served,
     )
-    metrics = Metrics(server.name, max_adapters=len(served))
+    slots = engine_config.adapter_slots or len(served)
+    metrics = Metrics(server.name, max_adapters=slots)
     engine = EngineThread(build_engine(plan, metrics))
     metrics.record_adapters(served)
     return Backend(engine, catalog, plan.tokenizer, metrics, engine.close)

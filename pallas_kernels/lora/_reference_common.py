@@ -75,6 +75,29 @@ def columns_of(delta: Float[Array, "rows c"], widths: tuple[int, ...], columns, 
     )
 
 
+def to_column_blocks(
+    y: Float[Array, "tokens d"], widths: tuple[int, ...], columns: tuple[int, ...], w: int
+) -> Float[Array, "rows w"]:
+    """The outputs as whole column blocks, zero past each one's width."""
+    if any(c * w != d for c, d in zip(columns, widths, strict=True)):
+        ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+        y = jnp.concatenate(
+            [
+                zero_padded(y[:, end - d : end], 0, c * w)
+                for end, d, c in zip(ends, widths, columns, strict=True)
+            ],
+            axis=1,
+        )
+    return y.reshape(-1, w)
+
+
+def from_column_blocks(
+    blocks: Float[Array, "rows w"], widths: tuple[int, ...], columns: tuple[int, ...]
+) -> Float[Array, "tokens d"]:
+    w = blocks.shape[1]
+    return columns_of(blocks.reshape(-1, sum(columns) * w), widths, columns, w)
+
+
 def has_delta(call: Call, slots: Int[Array, "*n"], widths: tuple[int, ...]):
     """[*n, d_out] bool: the columns of kinds at which the slot has any rank."""
     ranks = call.tables.rank[jnp.asarray(call.kinds), call.layer].sum(-1)[:, slots]

@@ -12,16 +12,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.lora._reference_common import (
     RANK_BLOCK,
     Call,
-    add_where,
     column_blocks,
-    columns_of,
-    has_delta,
+    from_column_blocks,
+    to_column_blocks,
     zero_padded,
 )
 from pallas_kernels.lora.tables import SIDE_A, SIDE_B, Routing
@@ -31,15 +31,17 @@ _UNROLL = 12  # column blocks a step of the shrink's loop
 
 
 class _Triple(NamedTuple):
-    """The look-ups of one (token, kind, part); arrays of all of them in `_triples`."""
+    """The look-ups of one (token, kind, part); columns of the array that `_triples` makes."""
 
     first_a: Int[Array, ""]
     first_b: Int[Array, ""]
     rank: Int[Array, ""]
-    token: Int[Array, ""]
-    kind: Int[Array, ""]  # its place among the call's kinds
     start: Int[Array, ""]  # where the part's rank rows start in h
     scale_bits: Int[Array, ""]
+    kind: Int[Array, ""]  # its place among the call's kinds
+    token: Int[Array, ""]
+    begin: Int[Array, ""]  # first of its column blocks among the outputs of all tokens
+    count: Int[Array, ""]  # column blocks of its output
 
     @property
     def scale(self) -> Float[Array, ""]:
@@ -47,25 +49,30 @@ class _Triple(NamedTuple):
 
 
 def _triples(call: Call, routing: Routing) -> Int[Array, "triples fields"]:
-    """A row a triple, tokens outermost, parts innermost; the columns are `_Triple`'s."""
-    kinds = jnp.asarray(call.kinds)
-    rank = call.tables.rank[kinds, call.layer]  # [kinds, slots, parts], like all below
-    fields = _Triple(
-        first_a=call.tables.first_row[kinds, SIDE_A, call.layer],
-        first_b=call.tables.first_row[kinds, SIDE_B, call.layer],
-        rank=rank,
-        token=jnp.zeros_like(rank),
-        kind=jnp.broadcast_to(jnp.arange(len(call.kinds))[:, None, None], rank.shape),
-        start=jnp.cumsum(rank, axis=-1) - rank,
-        scale_bits=lax.bitcast_convert_type(call.tables.scale[kinds, call.layer], jnp.int32),
+    """A row a triple, tokens outermost, parts innermost."""
+    tables = call.tables
+    # Of all layers and kinds, so that XLA makes it once for a program's many calls.
+    looked_up = jnp.stack(
+        [
+            tables.first_row[:, SIDE_A],
+            tables.first_row[:, SIDE_B],
+            tables.rank,
+            jnp.cumsum(tables.rank, axis=-1) - tables.rank,
+            lax.bitcast_convert_type(tables.scale, jnp.int32),
+        ],
+        axis=-1,
+    )[:, :, routing.slots]  # [kinds, layers, tokens, parts, fields]
+    looked_up = jnp.moveaxis(looked_up[jnp.asarray(call.kinds), call.layer], 0, 1)
+    tokens, parts = looked_up.shape[0], looked_up.shape[2]
+    counts = np.asarray(call.columns or [0] * len(call.kinds), np.int32)
+    known = np.zeros((tokens, len(counts), parts, 4), np.int32)
+    known[..., 0] = np.arange(len(counts))[:, None]
+    known[..., 1] = np.arange(tokens)[:, None, None]
+    known[..., 2] = known[..., 1] * counts.sum() + (counts.cumsum() - counts)[:, None]
+    known[..., 3] = counts[:, None]
+    return jnp.concatenate([looked_up, jnp.asarray(known)], axis=-1).reshape(
+        -1, len(_Triple._fields)
     )
-    of_slot = jnp.moveaxis(jnp.stack(fields, axis=-1), 1, 0)  # [slots, kinds, parts, fields]
-    of_token = (
-        of_slot[routing.slots]
-        .at[..., _Triple._fields.index("token")]
-        .set(jnp.arange(routing.slots.shape[0])[:, None, None])
-    )
-    return of_token.reshape(-1, of_token.shape[-1])
 
 
 class _Block(NamedTuple):
@@ -113,18 +120,18 @@ def _shrink_block(
 
 
 def _expand_block(
-    pool: Array, block: _Block, h: Float[Array, "block"], delta: Float[Array, "rows w"], begin, n
+    pool: Array, block: _Block, h: Float[Array, "block"], y: Float[Array, "rows w"], begin, n
 ) -> Float[Array, "rows w"]:
-    """delta with the rank rows times h added to its `n` rows (column blocks) from `begin` on."""
-    w = delta.shape[1]
+    """y with the rank rows times h added to its `n` rows (column blocks) from `begin` on."""
+    w = y.shape[1]
 
-    def add_to_column_block(c, delta):
+    def add_to_column_block(c, y):
         b = lax.dynamic_slice(pool, (block.row + c * block.rank, 0), (RANK_BLOCK, w))
         term = jnp.where(block.live[:, None], b.astype(jnp.float32) * h[:, None], 0.0)
-        old = lax.dynamic_slice(delta, (begin + c, 0), (1, w))
-        return lax.dynamic_update_slice(delta, old + term.sum(axis=0), (begin + c, 0))
+        old = lax.dynamic_slice(y, (begin + c, 0), (1, w))
+        return lax.dynamic_update_slice(y, old + term.sum(axis=0), (begin + c, 0))
 
-    return lax.fori_loop(0, n, add_to_column_block, delta)
+    return lax.fori_loop(0, n, add_to_column_block, y)
 
 
 def _each_block(triples: Int[Array, "triples fields"], body, carry):
@@ -167,20 +174,16 @@ def shrink(call: Call, x, routing: Routing) -> Float[Array, "kinds 1 tokens max_
     return h[:, None, :, RANK_BLOCK:-RANK_BLOCK]
 
 
-def _delta(call: Call, pool: Array, routing: Routing, h_of) -> Float[Array, "tokens d"]:
-    """The tokens' deltas, a block of rank rows at a time: h_of(triple, i0, block of B) times B."""
-    tokens, total = routing.slots.shape[0], sum(call.columns)
-    counts = jnp.asarray(call.columns, jnp.int32)
-    begins = jnp.asarray([sum(call.columns[:n]) for n in range(len(call.columns))], jnp.int32)
+def _add(call: Call, pool: Array, y, routing: Routing, widths, h_of) -> Float[Array, "tokens d"]:
+    """y with each triple's h_of(triple, i0, block of B) times B added, a block at a time."""
 
-    def body(at: _Triple, i0, delta):
-        n = counts[at.kind]
-        block = _block(at.first_b, at.rank, i0, n, pool)
-        h = h_of(at, i0, block) * at.scale
-        return _expand_block(pool, block, h, delta, at.token * total + begins[at.kind], n)
+    def body(at: _Triple, i0, y):
+        block = _block(at.first_b, at.rank, i0, at.count, pool)
+        return _expand_block(pool, block, h_of(at, i0, block) * at.scale, y, at.begin, at.count)
 
-    delta = jnp.zeros((tokens * total, call.width), jnp.float32)
-    return _each_block(_triples(call, routing), body, delta).reshape(tokens, -1)
+    blocks = to_column_blocks(y.astype(jnp.float32), widths, call.columns, call.width)
+    blocks = _each_block(_triples(call, routing), body, blocks)
+    return from_column_blocks(blocks, widths, call.columns).astype(y.dtype)
 
 
 def expand_add(call: Call, y, h, routing: Routing, widths: tuple[int, ...]):
@@ -191,7 +194,7 @@ def expand_add(call: Call, y, h, routing: Routing, widths: tuple[int, ...]):
         where = (at.kind, at.token, RANK_BLOCK + at.start + i0 - block.back)
         return lax.dynamic_slice(h, where, (1, 1, RANK_BLOCK))[0, 0]
 
-    return _add(call, y, _delta(call, pool, routing, h_of), routing, widths)
+    return _add(call, pool, y, routing, widths, h_of)
 
 
 def add_delta(call: Call, y, x, routing: Routing, widths: tuple[int, ...]):
@@ -204,9 +207,4 @@ def add_delta(call: Call, y, x, routing: Routing, widths: tuple[int, ...]):
         h = jnp.pad(_shrink_block(pool, of_a, x3, at.token), RANK_BLOCK)
         return lax.dynamic_slice(h, (RANK_BLOCK + of_a.back - block.back,), (RANK_BLOCK,))
 
-    return _add(call, y, _delta(call, pool, routing, h_of), routing, widths)
-
-
-def _add(call: Call, y, delta, routing: Routing, widths: tuple[int, ...]):
-    delta = columns_of(delta, widths, call.columns, call.width)
-    return add_where(y, delta, has_delta(call, routing.slots, widths))
+    return _add(call, pool, y, routing, widths, h_of)

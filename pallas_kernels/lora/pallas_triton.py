@@ -291,7 +291,9 @@ def _each_segment(segments_ref, tokens: Array, body: Callable, carry: Any) -> An
     index = _iota(size)
 
     def column(c: int) -> Array:
-        return pltriton.load(segments_ref.at[pl.ds(0, size), jnp.int32(c)], mask=index < count, other=0)
+        return pltriton.load(
+            segments_ref.at[pl.ds(0, size), jnp.int32(c)], mask=index < count, other=0
+        )
 
     start, length = column(1), column(2)
     first, last = jnp.min(tokens), jnp.max(tokens)

@@ -44,12 +44,15 @@ class AdapterFolder:
         try:
             # Without O_NONBLOCK the open of a pipe would wait for a writer.
             handle = os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(handle, "rb") as file:
-                status = os.fstat(file.fileno())
+            try:
+                status = os.fstat(handle)
                 if not stat.S_ISREG(status.st_mode):
                     raise AdapterError(f"{where}: not a regular file")
                 size = status.st_size if limit is None else min(status.st_size, limit + 1)
-                data = file.read(size)
+                with open(handle, "rb", closefd=False) as file:
+                    data = file.read(size)
+            finally:
+                os.close(handle)
         except OSError as error:
             raise AdapterError(f"{where}: {error.strerror}") from None
         if len(data) != size:

@@ -15,7 +15,7 @@ import importlib
 import re
 from typing import Any
 
-from jaxlora.adapters.strict_json import show
+from jaxlora.adapters.strict_json import reason_of, show
 from jaxlora.errors import AdapterError
 
 
@@ -68,8 +68,9 @@ class Pattern:
                 if prefix:  # after the pattern by itself: "a)|(b" is none
                     self._tree = _parser.parse(f"{prefix}({expression})")
         except (re.error, RecursionError, OverflowError, ValueError) as error:
-            reason = str(error).splitlines()[0][:80]
-            raise AdapterError(f"{self._where} is not a regular expression: {reason}") from None
+            raise AdapterError(
+                f"{self._where} is not a regular expression: {reason_of(error)}"
+            ) from None
         if self._tree is not None and self._tree.state.flags & ~re.UNICODE.value:
             raise AdapterError(f"{self._where} sets flags: write it without")
 

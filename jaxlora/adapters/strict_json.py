@@ -23,6 +23,11 @@ def show(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def reason_of(error: Exception) -> str:
+    """A library's message, which may quote the file, as `show` would have it, without quotes."""
+    return ascii(str(error))[1:-1][:120]
+
+
 def parse_object(data: bytes, where: str) -> dict[str, Any]:
     """The JSON object in `data`; `where` names the file in messages.
 
@@ -38,8 +43,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     except RecursionError:
         raise AdapterError(f"{where}: nested too deep") from None
     except ValueError as error:  # also an integer of thousands of digits
-        reason = str(error).splitlines()[0]
-        raise AdapterError(f"{where}: not valid JSON: {reason[:120]}") from None
+        raise AdapterError(f"{where}: not valid JSON: {reason_of(error)}") from None
     if not isinstance(value, dict):
         raise AdapterError(f"{where}: not a JSON object")
     _refuse_non_finite(value, where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import tracemalloc
 from pathlib import Path
 
 import ml_dtypes
@@ -12,7 +13,14 @@ import pytest
 
 from jaxlora.adapters.modules import AdaptableModule, ModuleTable, ParallelKind
 from jaxlora.errors import AdapterError
-from tests.support.peft_folders import ATTENTION, DENSE, random_factors, read, write_adapter
+from tests.support.peft_folders import (
+    ATTENTION,
+    DENSE,
+    random_factors,
+    read,
+    table,
+    write_adapter,
+)
 
 
 def refusal(folder: Path, **options) -> str:
@@ -363,3 +371,17 @@ def test_another_base_name_only_warns(tmp_path, caplog):
     caplog.clear()
     read(write_adapter(tmp_path, base_model_name_or_path="org/Mine"), base_name="models/mine/")
     assert not caplog.records
+
+
+def test_reading_takes_little_memory_beyond_the_files_size(tmp_path):
+    modules = table(*ATTENTION, layers=4, width=3000)
+    tensors = random_factors(modules, ATTENTION, rank=32)
+    folder = write_adapter(tmp_path, tensors, r=32, target_modules=list(ATTENTION))
+    del tensors
+    size = (folder / "adapter_model.safetensors").stat().st_size
+    tracemalloc.start()
+    adapter = read(folder, modules)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(adapter.factors) == 16
+    assert kept < 1.05 * size and peak < 1.5 * size

@@ -89,7 +89,8 @@ def safetensors_bytes(tensors: Mapping[str, np.ndarray], **header: Any) -> bytes
             "shape": list(array.shape),
             "data_offsets": [begin, len(data)],
         }
-    return with_header(json.dumps(entries | header).encode(), data)
+    text = json.dumps(entries | header).encode()
+    return with_header(text + b" " * (-len(text) % 8), data)
 
 
 def with_header(header: bytes, data: bytes) -> bytes:

@@ -1,0 +1,157 @@
+"""The kernel api's refusals, and what can be seen of a GPU's kernels without one."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.lora import FactorTables, add_delta, default_backend, expand_add, pallas_triton
+from tests.pallas_kernels.lora import world as wd
+
+
+HOW = {"layer": 0, "kinds": (0, 1, 2), "max_rank": wd.MAX_RANK, "phase": "decode"}
+
+
+def gpu_context():
+    """Lets JAX lower for an H200 on a machine without a GPU."""
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    sharding = jax.sharding
+    device = sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    return sharding.use_abstract_mesh(sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def lowered(function, *args) -> str:
+    with gpu_context():
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def triton_add(y, x, tables, routing, layer, phase, widths, max_rank):
+    kinds = tuple(range(len(widths)))
+    how = {"kinds": kinds, "phase": phase, "interpret": False}
+    args = (tables, routing, jnp.asarray(layer, jnp.int32))
+    h = pallas_triton.shrink(x, *args, max_rank=max_rank, **how)
+    return pallas_triton.expand_add(y, h, *args, widths=widths, **how)
+
+
+def call(y=None, x=None, tables=None, slots=(0, 1), **changes):
+    default_x, default_y = wd.inputs(len(slots))
+    return add_delta(
+        default_y if y is None else y,
+        default_x if x is None else x,
+        tables or wd.world().tables,
+        wd.routing(slots),
+        **{**HOW, "widths": wd.WIDTHS, **changes},
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"phase": "train"}, "phase: wanted"),
+        ({"kinds": (0, 1, 3)}, "kinds: wanted some of 0 to 2"),
+        ({"kinds": ()}, "kinds: wanted"),
+        ({"widths": (150, 40)}, "widths: wanted one a kind summing to 318"),
+        ({"max_rank": 0}, "max_rank: wanted"),
+        ({"x": jnp.ones((3, wd.D_IN))}, "x: wanted 2 tokens"),
+        ({"y": jnp.ones((3, sum(wd.WIDTHS)))}, r"routing.slots: wanted shape \(3,\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+def test_h_of_another_shape_is_refused():
+    _, y = wd.inputs(2)
+    with pytest.raises(ValueError, match="h: wanted shape"):
+        expand_add(
+            y, jnp.ones((3, 1, 2, 8)), wd.world().tables, wd.routing((0, 1)),
+            widths=wd.WIDTHS, **HOW,
+        )  # fmt: skip
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(NotImplementedError, match="no LoRA backend 'cuda'"):
+        call(backend="cuda")
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
+def test_a_named_backend_is_never_replaced():
+    with pytest.raises(NotImplementedError, match="triton: needs a GPU"):
+        call(backend="triton")
+
+
+def test_triton_refuses_a_pool_it_cannot_read():
+    with pytest.raises(NotImplementedError, match="power of two"):
+        call(tables=wd.world(w=96).tables, backend="triton", interpret=True)
+    tables = wd.world().tables
+    with pytest.raises(NotImplementedError, match="float32 or bfloat16"):
+        tables = tables._replace(pool=tables.pool.astype(jnp.float16))
+        call(tables=tables, backend="triton", interpret=True)
+
+
+def test_default_backends():
+    assert default_backend("cpu") == "xla"
+    assert default_backend("gpu") == "triton"
+
+
+def shapes(tokens, d_in, widths, w, dtype, y_dtype, parts=1, layers=3, slots=9):
+    kinds = len(widths)
+    struct = jax.ShapeDtypeStruct
+    table = (kinds, layers, slots, parts)
+    tables = FactorTables(
+        struct((4096, w), dtype),
+        struct((kinds, 2, *table[1:]), jnp.int32),
+        struct(table, jnp.int32),
+        struct(table, jnp.float32),
+    )
+    routing = wd.Routing(struct((tokens,), jnp.int32), struct((5, 3), jnp.int32))
+    return struct((tokens, sum(widths)), y_dtype), struct((tokens, d_in), y_dtype), tables, routing
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("d_in", "widths", "w", "dtype", "parts"),
+    [
+        (4096, (4096, 1024, 1024), 256, "bfloat16", 2),
+        (12288, (4096,), 256, "bfloat16", 1),
+        (1536, (576,), 64, "float32", 1),
+    ],
+)
+def test_pallas_kernels_lower_for_a_gpu(phase, d_in, widths, w, dtype, parts):
+    args = shapes(70, d_in, widths, w, dtype, dtype, parts)
+    text = lowered(lambda *a: triton_add(*a, 1, phase, widths, 512), *args)
+    assert text.count("__gpu$xla.gpu.triton") == 2
+    assert "output_operand_alias" in text
+
+
+def test_all_layers_share_one_lowered_pallas_kernel():
+    widths = (256, 256)
+
+    def program(y, x, tables, routing):
+        for layer in range(3):
+            y = triton_add(y, x, tables, routing, layer, "decode", widths, 64)
+        return y
+
+    text = lowered(program, *shapes(4, 256, widths, 256, "float32", "float32"))
+    assert text.count("__gpu$xla.gpu.triton") == 2
+
+
+def test_tiles_do_not_depend_on_the_batch_and_partials_are_few():
+    for d, w in ((576, 64), (4096, 256), (12288, 256), (53248, 64)):
+        for phase in ("decode", "prefill"):
+            tiling = pallas_triton.shrink_tiling(d, w, phase)
+            assert tiling.programs <= pallas_triton.MAX_SPLITS
+            assert tiling.programs * tiling.span >= d
+            assert w % tiling.columns == 0
+    assert np.all(
+        np.diff([pallas_triton.expand_tiling(d, 64, "decode").programs for d in (64, 4096)]) > 0
+    )
+
+
+def test_tables_of_different_shapes_are_refused():
+    with pytest.raises(ValueError, match="tables.scale: wanted"):
+        call(tables=wd.world().tables._replace(scale=jnp.ones(3)))

@@ -18,11 +18,12 @@ from typing import Any
 
 from jaxlora.adapters.folder import AdapterFolder
 from jaxlora.adapters.strict_json import parse_object, show
+from jaxlora.adapters.support_rows import FILE_ROWS, Action
 from jaxlora.adapters.tensor_file import TensorFile
 from jaxlora.errors import AdapterError
 
 
-MANIFEST_NAMES = ("jaxlora_adapter.json", "tensorfold_adapter.json")
+MANIFEST_NAMES = tuple(row.name for row in FILE_ROWS if row.action is Action.CHECKED)
 WEIGHTS_NAME = "adapter_model.safetensors"
 
 

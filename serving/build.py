@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jaxlora.adapters.pool import FactorPool, PoolShape
 from jaxlora.adapters.store import AdapterStore
 from jaxlora.checkpoints import dummy_model, load_model
 from jaxlora.config import ModelConfig
-from jaxlora.errors import CapacityError, ConfigError
+from jaxlora.errors import CapacityError, CheckpointError, ConfigError
 from jaxlora.layers.kv_cache import kv_block_bytes
 from jaxlora.models import build
 from jaxlora.parallel.mesh import check_divisible, make_mesh, prepare_devices
@@ -65,7 +66,7 @@ def make_plan(config: EngineConfig) -> Plan:
     platform = jax.default_backend()
     if platform not in PLATFORM_DEFAULTS:
         raise ConfigError(f"no step shapes are known for platform {platform!r}")
-    tokenizer = Tokenizer.from_folder(config.model)
+    tokenizer = _read_tokenizer(config, model)
     dtype = _choose_dtype(config, model, platform)
     modules = build(model, config.tp, dtype).modules
     adapters = _read_adapters(config, model, modules)
@@ -99,7 +100,7 @@ def build_engine(plan: Plan, recorder: Recorder | None = None) -> EngineCore:
         dtype=plan.dtype,
         kv_blocks=blocks,
         adapters=pool,
-        kernel_backend=config.kernel_backend,
+        kernel_backend=cast(lora.Backend | None, config.kernel_backend),  # checked in the plan
     )
     for compile_and_run in progress(runner.warm_ups(), "compiling"):
         compile_and_run()
@@ -163,6 +164,19 @@ def _choose_dtype(config: EngineConfig, model: ModelConfig, platform: str) -> jn
     return DTYPES["bfloat16"]  # float16 checkpoints too: its range is the larger
 
 
+def _read_tokenizer(config: EngineConfig, model: ModelConfig) -> Tokenizer:
+    """The folder's; a model made from config.json alone may have none, and then speaks bytes."""
+    if config.load_format == "dummy" and not (config.model / "tokenizer.json").exists():
+        return Tokenizer.of_bytes(model.eos_token_ids)
+    tokenizer = Tokenizer.from_folder(config.model)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise CheckpointError(
+            f"{config.model / 'tokenizer.json'}: has token id {tokenizer.vocab_size - 1}, the model"
+            f" embeds {model.vocab_size} tokens"
+        )
+    return tokenizer
+
+
 def _read_adapters(
     config: EngineConfig, model: ModelConfig, modules: ModuleTable
 ) -> tuple[Adapter, ...]:
@@ -172,6 +186,7 @@ def _read_adapters(
             name=source.name,
             modules=modules,
             base_fingerprint=model.fingerprint,
+            base_name=config.model.resolve().name,
             strength=source.strength,
             max_rank=config.max_adapter_rank,
         )

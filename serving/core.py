@@ -1,4 +1,4 @@
-"""The nouns of serving: what a request asks for, and what comes back. Imports no JAX and no HTTP."""
+"""The nouns of serving: what a request asks for, and what comes back. Imports no JAX, no HTTP."""
 
 from __future__ import annotations
 

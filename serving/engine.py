@@ -120,7 +120,7 @@ class EngineCore:
         self._pending = pending
         for sequence in self.scheduler.settle():
             self._release(sequence)
-        if self._recorder and batch:
+        if self._recorder and (batch or not self.busy):  # the idle engine's gauges are told too
             self._recorder.record_step(self._step_stats(batch, preempted, self._clock() - started))
         return outputs
 

@@ -1,4 +1,4 @@
-"""What the HTTP layer knows of an engine. Tests fake it; `serving.engine_thread` is the real one."""
+"""What the HTTP layer knows of an engine. Tests fake it; `serving.engine_thread` is real."""
 
 from __future__ import annotations
 

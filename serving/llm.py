@@ -53,7 +53,7 @@ class LLM:
         """Continue each prompt (text or token ids), all in one batch.
 
         `adapter` is one name for all prompts, or one a prompt; None is the base model. Raises
-        ValueError for a prompt that doesn't fit, KeyError for an unknown adapter; nothing runs then.
+        ValueError for a prompt that doesn't fit, KeyError for an unknown adapter; then none runs.
         """
         sampling = sampling or SamplingParams()
         names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else adapter

@@ -1,9 +1,9 @@
 """`Runner`: the compiled steps and the state they keep on the device.
 
-A step is one program for each prompt chunk and one for all decoding rows, each followed by the
-sampler's. Every program's shape is one of a small set compiled at start. Programs come in two
-executables, with adapters and without; the host picks by whether any row has an adapter, so which
-adapter a row has is data and never a reason to compile.
+A step is one forward pass for each prompt chunk and one for all decoding rows, each followed by the
+sampler. Every pass has one of a small set of shapes, compiled at start, in two executables: with
+adapters and without. The host picks by whether any row has an adapter, so which adapter a row has
+is data and never a reason to compile.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
-from jaxlora.adapters.pool import TABLE_SPECS, FactorPool
-from jaxlora.adapters.routing import AdapterStep, build_routing, local_tables
+from jaxlora.adapters.pool import FactorPool
+from jaxlora.adapters.routing import decode_routing, prefill_routing
 from jaxlora.checkpoints import LoadedModel
-from jaxlora.compat import shard_map
 from jaxlora.config import ModelConfig
-from jaxlora.layers.kv_cache import AttentionInputs, KVCache, kv_specs, make_kv_cache
-from jaxlora.layers.parameter import bind
-from pallas_kernels.lora import Phase
-from pallas_kernels.lora.tables import Routing
+from jaxlora.layers.kv_cache import AttentionInputs, make_kv_cache
+from pallas_kernels.lora import Backend, Phase
 from serving.kv_cache import SCRAP_BLOCK
+from serving.programs import LayerInputs, StepPrograms
 from serving.sampler import LaneState, admit, empty_lanes, lane_row, sample
 from serving.sequence import Batch, PrefillChunk, Sequence
 from serving.shapes import BLOCK_SIZE, StepShapes, smallest_holding
@@ -40,14 +38,14 @@ MAX_SEGMENTS = 2
 
 
 class StepInputs(NamedTuple):
-    """What the host tells one forward program; padding points at the scrap lane and block."""
+    """What the host tells one forward pass; padding points at the scrap lane and block."""
 
-    tokens: Int[Array, "tokens"]  # of a prompt; decoding rows take theirs from their lanes
-    lanes: Int[Array, "rows"]
-    positions: Int[Array, "tokens"]
-    write_index: Int[Array, "tokens"]
-    block_tables: Int[Array, "rows blocks"]
-    logits_rows: Int[Array, "rows"]  # the tokens whose logits are wanted
+    tokens: Int[np.ndarray, "tokens"]  # of a prompt; decoding rows take theirs from their lanes
+    lanes: Int[np.ndarray, "rows"]
+    positions: Int[np.ndarray, "tokens"]
+    write_index: Int[np.ndarray, "tokens"]
+    block_tables: Int[np.ndarray, "rows blocks"]
+    logits_rows: Int[np.ndarray, "rows"]  # the tokens whose logits are wanted
 
 
 @dataclasses.dataclass
@@ -68,30 +66,36 @@ class Runner:
     def __init__(
         self,
         config: ModelConfig,
-        model: LoadedModel,
+        loaded: LoadedModel,
         mesh: Mesh,
         shapes: StepShapes,
         *,
         dtype: DTypeLike,
         kv_blocks: int,
         adapters: FactorPool | None,
-        kernel_backend: str | None,
+        kernel_backend: Backend | None,
     ) -> None:
         self.shapes, self.mesh = shapes, mesh
         self.adapters = adapters
         self._eos_ids = config.eos_token_ids
-        self._params = model.params
         self._kv = make_kv_cache(config, mesh, kv_blocks, BLOCK_SIZE, dtype)
-        replicated = NamedSharding(mesh, P())
-        self._lanes: LaneState = jax.device_put(empty_lanes(shapes.max_num_seqs + 1), replicated)
+        self._replicated = NamedSharding(mesh, P())
+        lanes = empty_lanes(shapes.max_num_seqs + 1)
+        self._lanes: LaneState = jax.device_put(lanes, self._replicated)
         self._scrap_lane = shapes.max_num_seqs
-        self._forward = _build_forward(
-            model, kv_specs(config), mesh, shapes.context_chunk, adapters, kernel_backend
+        self._programs = StepPrograms(
+            config,
+            loaded,
+            mesh,
+            layers_per_program=shapes.layers_per_program or config.num_layers,
+            adapters=adapters,
+            backend=kernel_backend,
         )
 
     def admit(self, sequence: Sequence) -> None:
         """Write a sequence's sampling state into the lane it was given."""
         request = sequence.request
+        assert sequence.lane is not None
         row = lane_row(request.sampling, sequence.seed, sequence.prompt_length, self._eos_ids)
         self._lanes = admit(self._lanes, np.int32(sequence.lane), row)
 
@@ -182,22 +186,45 @@ class Runner:
         )
 
     def _run(self, phase: Phase, inputs: StepInputs, slots: np.ndarray, adapted: bool) -> jax.Array:
-        adapters = None
+        """Dispatch the forward pass; returns the logits of `inputs.logits_rows`."""
+        tables = routing = None
         if adapted:
             assert self.adapters is not None, "a row has an adapter, the runner has no pool"
-            segments = MAX_SEGMENTS if phase == "prefill" else 0
-            routing = (
-                build_routing(slots, len(slots), segments)
-                if segments
-                else Routing(slots, np.zeros((0, 3), np.int32))
-            )
-            adapters = (self.adapters.tables, routing)
-        self._kv, logits = self._forward(
-            self._params, self._kv, self._lanes.last_token, inputs, adapters, phase=phase
+            tables = self.adapters.tables
+            decode = phase == "decode"
+            routing = decode_routing(slots) if decode else prefill_routing(slots, MAX_SEGMENTS)
+        tokens = inputs.lanes if phase == "decode" else inputs.tokens
+        attention = {
+            "block_tables": inputs.block_tables,
+            "positions": inputs.positions,
+            "write_index": inputs.write_index,
+        }
+        placed: Any = jax.device_put(
+            (tokens, attention, routing, inputs.logits_rows), self._replicated
+        )
+        tokens, attention, routing, logits_rows = placed
+        step = AttentionInputs(
+            **attention,
+            queries=len(inputs.positions) // len(inputs.lanes),
+            context_chunk=self.shapes.context_chunk or inputs.block_tables.shape[1] * BLOCK_SIZE,
+        )
+        self._kv, logits = self._programs.run(
+            tokens,
+            self._lanes.last_token if phase == "decode" else None,
+            self._kv,
+            LayerInputs(step, tables, routing),
+            logits_rows,
+            phase=phase,
         )
         return logits
 
-    def _sample(self, lanes, positions, logits: jax.Array, greedy: bool) -> jax.Array:
+    def _sample(
+        self,
+        lanes: Int[np.ndarray, "rows"],
+        positions: Int[np.ndarray, "rows"],
+        logits: jax.Array,
+        greedy: bool,
+    ) -> jax.Array:
         self._lanes, tokens = sample(self._lanes, lanes, positions, logits, greedy=greedy)
         return tokens
 
@@ -205,55 +232,3 @@ class Runner:
 def _pool_index(blocks, positions):
     """Where KV of a position (or an array of them) lives in the pool, as a flat token index."""
     return blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-
-
-def _build_forward(
-    model: LoadedModel,
-    kv_specs: KVCache,
-    mesh: Mesh,
-    context_chunk: int | None,
-    adapters: FactorPool | None,
-    backend: str | None,
-):
-    """The jitted forward step; the KV pools are donated.
-
-    (params, kv, last_token, inputs, (tables, routing) or None, phase) -> (kv, logits of
-    `inputs.logits_rows`, float32 [rows, vocab], the same on every rank).
-    """
-
-    def step(params, kv: KVCache, last_token, inputs: StepInputs, tables_and_routing, *, phase):
-        decoder = bind(model.graphdef, params)
-        tokens = last_token[inputs.lanes] if phase == "decode" else inputs.tokens
-        attention = AttentionInputs(
-            block_tables=inputs.block_tables,
-            positions=inputs.positions,
-            write_index=inputs.write_index,
-            queries=len(tokens) // len(inputs.lanes),
-            context_chunk=context_chunk or inputs.block_tables.shape[1] * BLOCK_SIZE,
-        )
-        adapter_step = None
-        if tables_and_routing is not None:
-            assert adapters is not None
-            tables, routing = tables_and_routing
-            adapter_step = AdapterStep(
-                local_tables(tables),
-                routing,
-                adapters.modules.kinds,
-                adapters.shape.max_rank,
-                phase,
-                backend,
-            )
-        hidden, kv = decoder(tokens, kv, attention, adapter_step)
-        return kv, decoder.logits(hidden[inputs.logits_rows])
-
-    @functools.partial(jax.jit, donate_argnums=1, static_argnames="phase")
-    def forward(params, kv, last_token, inputs, tables_and_routing, *, phase):
-        adapter_specs = None if tables_and_routing is None else (TABLE_SPECS, P())
-        return shard_map(
-            functools.partial(step, phase=phase),
-            mesh=mesh,
-            in_specs=(model.specs, kv_specs, P(), P(), adapter_specs),
-            out_specs=(kv_specs, P()),
-        )(params, kv, last_token, inputs, tables_and_routing)
-
-    return forward

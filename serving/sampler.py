@@ -8,7 +8,7 @@ dispatched before the host has read the last one's tokens.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +33,17 @@ class LaneState(NamedTuple):
 
 def empty_lanes(lanes: int) -> LaneState:
     """Host arrays for `lanes` lanes, scrap included, all greedy."""
-    return LaneState(
-        last_token=np.zeros(lanes, np.int32),
-        seed=np.zeros((lanes, 2), np.uint32),
-        temperature=np.zeros(lanes, np.float32),
-        top_k=np.zeros(lanes, np.int32),
-        top_p=np.ones(lanes, np.float32),
-        min_p=np.zeros(lanes, np.float32),
-        stop_after=np.zeros(lanes, np.int32),
-        stop_ids=np.full((lanes, MAX_STOP_IDS), -1, np.int32),
-    )
+    fields: dict[str, Any] = {
+        "last_token": np.zeros(lanes, np.int32),
+        "seed": np.zeros((lanes, 2), np.uint32),
+        "temperature": np.zeros(lanes, np.float32),
+        "top_k": np.zeros(lanes, np.int32),
+        "top_p": np.ones(lanes, np.float32),
+        "min_p": np.zeros(lanes, np.float32),
+        "stop_after": np.zeros(lanes, np.int32),
+        "stop_ids": np.full((lanes, MAX_STOP_IDS), -1, np.int32),
+    }
+    return LaneState(**fields)
 
 
 # Stop ids a lane holds: a request's own, and the model's end-of-sequence ids.
@@ -56,16 +57,17 @@ def lane_row(
     stop_ids = list(dict.fromkeys((*sampling.stop_token_ids, *eos_ids)))
     padded = np.full(MAX_STOP_IDS, -1, np.int32)
     padded[: len(stop_ids)] = stop_ids
-    return LaneState(
-        last_token=np.int32(0),
-        seed=np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
-        temperature=np.float32(sampling.temperature),
-        top_k=np.int32(min(sampling.top_k, np.iinfo(np.int32).max)),
-        top_p=np.float32(sampling.top_p),
-        min_p=np.float32(sampling.min_p),
-        stop_after=np.int32(prompt_length + sampling.min_tokens),
-        stop_ids=padded,
-    )
+    fields: dict[str, Any] = {
+        "last_token": np.int32(0),
+        "seed": np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
+        "temperature": np.float32(sampling.temperature),
+        "top_k": np.int32(min(sampling.top_k, np.iinfo(np.int32).max)),
+        "top_p": np.float32(sampling.top_p),
+        "min_p": np.float32(sampling.min_p),
+        "stop_after": np.int32(prompt_length + sampling.min_tokens),
+        "stop_ids": padded,
+    }
+    return LaneState(**fields)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

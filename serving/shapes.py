@@ -17,14 +17,28 @@ class PlatformDefaults:
     max_num_seqs: int
     prefill_chunk: int
     context_chunk: int | None  # attention walks the context in pieces of this many tokens
+    layers_per_program: int | None  # None: all of them
     kv_memory: int | None  # bytes; None: what the card has left
 
 
-# A CPU walks a context piece by piece, so one program serves every length. On a GPU a loop would
-# break the command buffers that hold a step's launches, so programs come in context lengths.
+# A CPU walks a context piece by piece, so one program serves every length, and runs layer by layer
+# (`serving.programs` says why). On a GPU a loop would break the command buffers that hold a step's
+# launches, so programs come in context lengths.
 PLATFORM_DEFAULTS = {
-    "cpu": PlatformDefaults(8, 256, context_chunk=256, kv_memory=1 << 30),
-    "gpu": PlatformDefaults(256, 2048, context_chunk=None, kv_memory=None),
+    "cpu": PlatformDefaults(
+        max_num_seqs=8,
+        prefill_chunk=256,
+        context_chunk=256,
+        layers_per_program=1,
+        kv_memory=1 << 30,
+    ),
+    "gpu": PlatformDefaults(
+        max_num_seqs=256,
+        prefill_chunk=2048,
+        context_chunk=None,
+        layers_per_program=None,
+        kv_memory=None,
+    ),
 }
 
 SMALLEST_PREFILL = 16
@@ -40,6 +54,7 @@ class StepShapes:
     prefill_tokens: tuple[int, ...]
     contexts: tuple[int, ...]  # tokens a block table covers, multiples of BLOCK_SIZE
     context_chunk: int | None
+    layers_per_program: int | None
 
     @property
     def max_num_seqs(self) -> int:
@@ -65,6 +80,7 @@ class StepShapes:
             prefill_tokens=_powers_of_four(SMALLEST_PREFILL, chunk),
             contexts=contexts,
             context_chunk=defaults.context_chunk,
+            layers_per_program=defaults.layers_per_program,
         )
 
 
@@ -74,9 +90,9 @@ def smallest_holding(sizes: tuple[int, ...], wanted: int) -> int:
 
 
 def _powers_of_four(first: int, last: int) -> tuple[int, ...]:
-    """first, 4 first, 16 first, ... below `last`, then `last` itself."""
+    """first, 4 first, 16 first, ... and `last` itself, none of them within a factor of 2 of it."""
     sizes = []
-    while first < last:
+    while 2 * first < last:
         sizes.append(first)
         first *= 4
     return (*sizes, last)

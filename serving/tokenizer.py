@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxlora.errors import CheckpointError
 from serving.chat_template import ChatTemplate, ChatTemplateError, load_chat_template
@@ -91,6 +91,14 @@ class Tokenizer:
             eos_token_ids = () if eos_id is None else (eos_id,)
         template = load_chat_template(folder, config, special_tokens)
         return cls(backend, special_tokens, eos_token_ids, template)
+
+    @classmethod
+    def of_bytes(cls, eos_token_ids: Sequence[int]) -> Tokenizer:
+        """Token i is byte i: for a model made from its config.json alone."""
+        backend = tokenizers.Tokenizer(models.BPE(vocab=dict(_BYTE_OF), merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        return cls(backend, {}, eos_token_ids, None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; names of special tokens in it become those tokens.

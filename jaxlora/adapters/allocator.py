@@ -25,7 +25,7 @@ class RunAllocator:
         return 1 - max(length for _, length in self._free) / free if free else 0.0
 
     def allocate(self, lengths: Sequence[int]) -> list[int] | None:
-        """The start of a run for each (positive) length, or None and no change where they don't fit.
+        """The start of a run for each (positive) length; None, changing nothing, if they don't fit.
 
         The runs follow one another where a free run is long enough for all of them.
         """

@@ -28,7 +28,9 @@ from pallas_kernels.lora.tables import SIDE_A, SIDE_B, FactorTables
 # Rows written by one update, whatever the adapter's rank: one compiled program for all loads.
 WRITE_ROWS = 2048
 
-TABLE_SPECS = FactorTables(pool=P("tp"), first_row=P(), rank=P(), scale=P())
+# PartitionSpecs of the tables: every rank has its own pool, all have the same slots.
+_SPECS = (P("tp"), P(), P(), P())
+TABLE_SPECS = FactorTables._make(_SPECS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,18 +125,15 @@ class FactorPool:
     def _empty_tables(self) -> FactorTables:
         kinds, layers = len(self.modules.modules), self.modules.num_layers
         per_slot = (kinds, layers, self.shape.slots, self.shape.parts)
-        shapes = FactorTables(
-            pool=jax.ShapeDtypeStruct((self.tp, max(self.shape.rows, 1), self.w), self.dtype),
-            first_row=jax.ShapeDtypeStruct((kinds, 2, *per_slot[1:]), jnp.int32),
-            rank=jax.ShapeDtypeStruct(per_slot, jnp.int32),
-            scale=jax.ShapeDtypeStruct(per_slot, jnp.float32),
+        shapes = (
+            ((self.tp, max(self.shape.rows, 1), self.w), self.dtype),
+            ((kinds, 2, *per_slot[1:]), np.int32),
+            (per_slot, np.int32),
+            (per_slot, np.float32),
         )
-        return jax.tree.map(
-            lambda leaf, spec: jnp.zeros(
-                leaf.shape, leaf.dtype, device=NamedSharding(self.mesh, spec)
-            ),
-            shapes,
-            TABLE_SPECS,
+        return FactorTables._make(
+            jnp.zeros(shape, dtype, device=NamedSharding(self.mesh, spec))
+            for (shape, dtype), spec in zip(shapes, _SPECS, strict=True)
         )
 
     def _write_factors(self, adapter: Adapter, starts: list[int]) -> None:
@@ -148,7 +147,7 @@ class FactorPool:
                 places.append(np.arange(start, start + block.shape[1], dtype=np.int32))
                 rows.append(block)
         place, block = np.concatenate(places), np.concatenate(rows, axis=1)
-        pool_sharding = NamedSharding(self.mesh, TABLE_SPECS.pool)
+        pool_sharding = NamedSharding(self.mesh, P("tp"))
         for first in range(0, len(place), WRITE_ROWS):
             indices = np.full(
                 WRITE_ROWS, self.tables.pool.shape[1], np.int32

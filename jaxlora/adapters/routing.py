@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import lora
 from pallas_kernels.lora.tables import FactorTables, Routing
@@ -16,22 +16,24 @@ from pallas_kernels.lora.tables import FactorTables, Routing
 BASE_SLOT = 0
 
 
-def build_routing(slots: Sequence[int], tokens: int, max_segments: int) -> Routing:
-    """Host arrays for a step of `tokens` tokens; those past `len(slots)` are padding (base rows).
+def decode_routing(slots: Int[np.ndarray, "tokens"]) -> Routing:
+    """Host arrays for a step whose every token has its own slot; padding is a base row."""
+    return Routing(slots=slots, segments=np.zeros((0, 3), np.int32))
+
+
+def prefill_routing(slots: Int[np.ndarray, "tokens"], max_segments: int) -> Routing:
+    """Host arrays for a step of runs of tokens of one slot; padding is a base row.
 
     Raises ValueError where the slots change more often than `max_segments` runs can say.
     """
-    padded = np.full(tokens, BASE_SLOT, np.int32)
-    padded[: len(slots)] = slots
-    starts = np.flatnonzero(np.diff(padded, prepend=-1))
-    lengths = np.diff(starts, append=tokens)
-    adapted = padded[starts] != BASE_SLOT
-    runs = np.stack([padded[starts], starts, lengths], axis=1)[adapted]
+    starts = np.flatnonzero(np.diff(slots, prepend=-1))
+    lengths = np.diff(starts, append=len(slots))
+    runs = np.stack([slots[starts], starts, lengths], axis=1)[slots[starts] != BASE_SLOT]
     if len(runs) > max_segments:
         raise ValueError(f"{len(runs)} runs of slots in a step that holds {max_segments}")
     segments = np.zeros((max_segments, 3), np.int32)
     segments[: len(runs)] = runs
-    return Routing(slots=padded, segments=segments)
+    return Routing(slots=slots, segments=segments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,8 @@ class AdapterStep:
     kinds: Mapping[str, int]  # module name -> kind, of the model's ModuleTable
     max_rank: int
     phase: lora.Phase
-    backend: str | None = None
+    backend: lora.Backend | None = None
+    first_layer: int | Int[Array, ""] = 0  # a program that serves several layers is told which
 
     def add_delta(
         self,
@@ -66,7 +69,7 @@ class AdapterStep:
             x,
             self.tables,
             self.routing,
-            layer=layer,
+            layer=self.first_layer + layer,
             kinds=tuple(self.kinds[name] for name in modules),
             widths=tuple(widths),
             max_rank=self.max_rank,

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -27,9 +26,9 @@ from jaxlora.parallel.mesh import TP_AXIS
 
 class LoadedModel(NamedTuple):
     """A model for `jax.jit(shard_map(...))`: params is an argument, cut by specs; inside,
-    `bind(graphdef, params)` is the Decoder."""
+    `bind(model, params)` is the Decoder."""
 
-    graphdef: nnx.GraphDef
+    model: Decoder  # abstract
     params: Params
     specs: dict[str, PartitionSpec]
 
@@ -70,7 +69,7 @@ def dummy_model(config: ModelConfig, mesh: Mesh, dtype: DTypeLike) -> LoadedMode
 
 
 def _loaded(model: Decoder, params: Params) -> LoadedModel:
-    return LoadedModel(nnx.graphdef(model), params, param_specs(model))
+    return LoadedModel(model, params, param_specs(model))
 
 
 def _progress(specs: Mapping[str, WeightSpec], title: str) -> tqdm:

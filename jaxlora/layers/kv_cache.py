@@ -17,10 +17,14 @@ from jaxlora.parallel.mesh import TP_AXIS
 
 
 class LayerKV(NamedTuple):
-    """One layer's pools. Block 0 is scrap: padding tokens write there and nobody reads it."""
+    """One layer's pools. Block 0 is scrap: padding tokens write there and nobody reads it.
 
-    k: Float[Array, "blocks block_size kv_heads head_dim"]
-    v: Float[Array, "blocks block_size kv_heads head_dim"]
+    kv_width is kv_heads x head_dim, cut over the ranks by heads. It is one axis because the CPU
+    compiler picks another layout for an axis of one head, and then copies the pool to change it.
+    """
+
+    k: Float[Array, "blocks block_size kv_width"]
+    v: Float[Array, "blocks block_size kv_width"]
 
 
 KVCache = tuple[LayerKV, ...]  # one a layer
@@ -38,8 +42,8 @@ class AttentionInputs:
     """
 
     block_tables: Int[Array, "sequences blocks_per_sequence"]
-    positions: Int[Array, tokens]  # absolute
-    write_index: Int[Array, tokens]  # block * block_size + offset
+    positions: Int[Array, "tokens"]  # absolute
+    write_index: Int[Array, "tokens"]  # block * block_size + offset
     queries: int = dataclasses.field(metadata={"static": True})
     # Contexts longer than this are attended in pieces of it, a multiple of the block size.
     context_chunk: int = dataclasses.field(default=256, metadata={"static": True})
@@ -47,7 +51,7 @@ class AttentionInputs:
 
 def kv_specs(config: ModelConfig) -> tuple[LayerKV, ...]:
     """PartitionSpecs of a KVCache, for shard_map."""
-    return (LayerKV(POOL_SPEC, POOL_SPEC),) * config.num_layers
+    return (LayerKV._make((POOL_SPEC, POOL_SPEC)),) * config.num_layers
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: DTypeLike, tp: int) -> int:
@@ -60,7 +64,7 @@ def make_kv_cache(
     config: ModelConfig, mesh: Mesh, blocks: int, block_size: int, dtype: DTypeLike
 ) -> KVCache:
     """Zeroed pools, cut over the mesh along the KV heads."""
-    shape = (blocks, block_size, config.num_kv_heads, config.head_dim)
+    shape = (blocks, block_size, config.num_kv_heads * config.head_dim)
     sharding = NamedSharding(mesh, POOL_SPEC)
     zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
     return tuple(LayerKV(zeros(), zeros()) for _ in range(config.num_layers))

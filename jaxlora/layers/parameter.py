@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -68,6 +68,8 @@ class WeightSpec:
 
 Params = dict[str, Array]
 
+ModelT = TypeVar("ModelT", bound=nnx.Module)
+
 
 def parameter(
     pieces: Mapping[str, tuple[int, ...]],
@@ -92,15 +94,16 @@ def param_specs(model: nnx.Module) -> dict[str, PartitionSpec]:
     return {path: spec.partition for path, spec in weight_specs(model).items()}
 
 
-def bind(graphdef: nnx.GraphDef, params: Mapping[str, Any]) -> Any:
-    """The model with its parameters in place; inside shard_map, one rank's cut of them."""
-    state = nnx.from_flat_state([(_split(path), value) for path, value in params.items()])
-    return nnx.merge(graphdef, state)
+def bind(model: ModelT, params: Mapping[str, Any]) -> ModelT:
+    """A copy of an abstract model with these parameters in place; others stay abstract.
+
+    Inside shard_map they are one rank's cuts. A program that runs a part of a model binds that
+    part's parameters alone.
+    """
+    graphdef, state = nnx.split(model)
+    flat = [(path, params.get(_join(path), leaf)) for path, leaf in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
 def _join(path: tuple) -> str:
     return ".".join(map(str, path))
-
-
-def _split(path: str) -> tuple[str | int, ...]:
-    return tuple(int(part) if part.isdigit() else part for part in path.split("."))

@@ -86,18 +86,33 @@ class Decoder(nnx.Module):
         attention: AttentionInputs,
         adapters: AdapterStep | None,
     ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
-        """The last hidden states after the final norm, and the cache with this step written.
+        """The last hidden states, before the final norm, and the cache with this step written.
 
         With `adapters` None nothing of the adapter machinery is in the program.
         """
+        layers = range(self.config.num_layers)
+        return self.run_layers(layers, self.embed(tokens), kv, attention, adapters)
+
+    def embed(self, tokens: Int[Array, "tokens"]) -> Float[Array, "tokens hidden"]:
+        """What the first layer takes."""
+        return self.embedding.embed(tokens)
+
+    def run_layers(
+        self,
+        layers: range,
+        x: Float[Array, "tokens hidden"],
+        kv: KVCache,
+        attention: AttentionInputs,
+        adapters: AdapterStep | None,
+    ) -> tuple[Float[Array, "tokens hidden"], KVCache]:
+        """Hidden states behind `layers`, whose pools alone `kv` holds, and these pools written."""
         by = rotation(self.config.rope, self.config.head_dim, attention.positions)
-        x = self.embedding.embed(tokens)
         written = []
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
-            x, layer_kv = layer(x, layer_kv, attention, by, adapters)
+        for layer, layer_kv in zip(layers, kv, strict=True):
+            x, layer_kv = self.layers[layer](x, layer_kv, attention, by, adapters)
             written.append(layer_kv)
-        return self.norm(x), tuple(written)
+        return x, tuple(written)
 
     def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
-        """Float32 logits over the true vocabulary, whole on every rank."""
-        return (self.head or self.embedding).logits(hidden)
+        """Final norm and head: float32 logits over the true vocabulary, whole on every rank."""
+        return (self.head or self.embedding).logits(self.norm(hidden))

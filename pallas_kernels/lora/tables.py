@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -38,8 +39,8 @@ class Routing(NamedTuple):
     """Which token of a step uses which slot.
 
     `segments` rows are (slot, start, length): runs of tokens of one slot, in token order, slot 0
-    left out, length 0 where unused. Only the prefill kernels read them.
+    left out, length 0 where unused. Only the prefill kernels read them. Made on the host.
     """
 
-    slots: Int[Array, "tokens"]
-    segments: Int[Array, "segments 3"]
+    slots: Int[Array | np.ndarray, "tokens"]
+    segments: Int[Array | np.ndarray, "segments 3"]

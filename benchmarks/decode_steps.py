@@ -1,0 +1,156 @@
+"""Milliseconds of a decode step at several batch sizes, base and with many adapters.
+
+The whole engine runs, without HTTP: requests of random tokens are prefilled, then every step decodes
+all of them. Reported is the median interval between engine steps, the time of the step's two device
+programs alone (dispatched back to back, nothing read), and the difference, which the host costs.
+
+    python -m benchmarks.decode_steps --model benchmarks/models/qwen3-8b --json results.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from benchmarks.report import write_json
+from benchmarks.synthetic import synthetic_adapters
+from jaxlora.adapters.pool import PoolShape
+from serving.build import Plan, build_engine, make_plan
+from serving.config import EngineConfig
+from serving.core import AdapterReference, Request, SamplingParams
+from serving.engine import EngineCore
+
+
+STEPS_BEFORE, STEPS_TIMED = 20, 100
+REPEATS = 2
+
+
+def main() -> None:
+    options = _parse()
+    plan = make_plan(
+        EngineConfig(
+            model=options.model,
+            load_format="dummy",
+            max_num_seqs=max(options.batches),
+            max_model_len=options.prompt + options.answer + 1,
+            prefill_chunk=options.prefill_chunk,
+            kernel_backend=options.kernel_backend,
+        )
+    )
+    plan = _with_adapters(plan, options)
+    started = time.perf_counter()
+    engine = build_engine(plan)
+    rows = []
+    print(f"start: {time.perf_counter() - started:.0f} s", flush=True)
+    print(f"{'batch':>5} {'adapters':>8} {'step ms':>8} {'device ms':>9} {'tokens/s':>9}")
+    for batch in options.batches:
+        for adapters in sorted({0, 1, min(batch, options.adapters)}):
+            row = measure(engine, batch, adapters, options)
+            rows.append(row)
+            print(
+                f"{batch:5} {adapters:8} {row['step_ms']:8.2f} {row['device_ms']:9.2f}"
+                f" {row['tokens_per_s']:9.0f}",
+                flush=True,
+            )
+    write_json(options.json, {"options": _jsonable(options), "rows": rows})
+
+
+def measure(engine: EngineCore, batch: int, adapters: int, options) -> dict:
+    """Decode `batch` requests, the i-th with adapter i modulo `adapters` (0: all base)."""
+    medians = []
+    device_ms = float("nan")
+    for repeat in range(REPEATS):
+        ids = _add_requests(engine, batch, adapters, options, repeat)
+        while any(not s.decodes for s in engine.scheduler.running) or engine.scheduler.waiting:
+            engine.step()
+        times = []
+        for _ in range(STEPS_BEFORE + STEPS_TIMED):
+            engine.step()
+            times.append(time.perf_counter())
+        medians.append(statistics.median(np.diff(times[STEPS_BEFORE:])))
+        if repeat == REPEATS - 1:
+            device_ms = _device_time(engine) * 1e3
+        for request_id in ids:
+            engine.abort(request_id)
+        while engine.busy:
+            engine.step()
+    step = min(medians)
+    return {
+        "batch": batch,
+        "adapters": adapters,
+        "step_ms": step * 1e3,
+        "step_ms_repeats": [median * 1e3 for median in medians],
+        "device_ms": device_ms,
+        "tokens_per_s": batch / step,
+    }
+
+
+def _device_time(engine: EngineCore, count: int = 20) -> float:
+    """Seconds of one decode step's device programs: the same step dispatched again and again."""
+    runner = engine._runner
+    sequences = tuple(s for s in engine.scheduler.running if s.decodes and s.finish_reason is None)
+    for warm in (True, False):
+        jax.block_until_ready(runner._decode(sequences))  # type: ignore[attr-defined]
+        started = time.perf_counter()
+        for _ in range(2 if warm else count):
+            tokens = runner._decode(sequences)  # type: ignore[attr-defined]
+        jax.block_until_ready(tokens)
+    return (time.perf_counter() - started) / count
+
+
+def _add_requests(engine: EngineCore, batch: int, adapters: int, options, seed: int) -> list[str]:
+    rng = np.random.default_rng(seed)
+    names = list(engine.store.keys) if engine.store else []
+    ids = []
+    for index in range(batch):
+        prompt = tuple(int(token) for token in rng.integers(0, 256, options.prompt))
+        reference = None
+        if adapters:
+            name = names[index % adapters]
+            reference = AdapterReference(name, engine.store.keys[name])
+        ids.append(f"{batch}-{adapters}-{seed}-{index}")
+        sampling = SamplingParams(max_tokens=options.answer, temperature=0.0, ignore_eos=True)
+        engine.add(Request(ids[-1], prompt, sampling, reference))
+    return ids
+
+
+def _with_adapters(plan: Plan, options) -> Plan:
+    if not options.adapters:
+        return plan
+    modules = [m for m in plan.modules.kinds if not options.qkvo or m.startswith("self_attn")]
+    adapters = synthetic_adapters(
+        plan.modules, options.adapters, options.rank, plan.dtype, modules, plan.model.fingerprint
+    )
+    shape = PoolShape.for_adapters(
+        list(adapters), plan.modules, 1, plan.dtype.itemsize, memory=None, slots=None, max_rank=None
+    )
+    return dataclasses.replace(plan, adapters=adapters, pool=shape)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("benchmarks/models/qwen3-8b"))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--adapters", type=int, default=64)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--qkvo", action="store_true", help="adapt attention only, not all seven")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--answer", type=int, default=383)
+    parser.add_argument("--prefill-chunk", type=int, default=None)
+    parser.add_argument("--kernel-backend", default=None)
+    parser.add_argument("--json", type=Path, default=None)
+    return parser.parse_args()
+
+
+def _jsonable(options: argparse.Namespace) -> dict:
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
+
+
+if __name__ == "__main__":
+    main()

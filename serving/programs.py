@@ -1,0 +1,185 @@
+"""The compiled programs of a step: embed, a span of layers (one or several times), head.
+
+A span is the run of layers that one program computes. On a GPU it is all of them, so that a step's
+launches follow one another without the host. A CPU compiler takes long over every kernel, and a
+dispatch costs it nothing beside a layer: there a span is one layer, and layers of the same kind
+share one program, which is told which layer it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int
+
+from jaxlora.adapters.pool import TABLE_SPECS, FactorPool
+from jaxlora.adapters.routing import AdapterStep, local_tables
+from jaxlora.checkpoints import LoadedModel
+from jaxlora.compat import shard_map
+from jaxlora.config import ModelConfig
+from jaxlora.layers.kv_cache import AttentionInputs, KVCache, kv_specs
+from jaxlora.layers.parameter import Params, bind
+from jaxlora.models.decoder import Decoder
+from pallas_kernels.lora import Backend, Phase
+from pallas_kernels.lora.tables import FactorTables, Routing
+
+
+Specs = dict[str, P]  # parameter path -> how it is cut
+
+
+class LayerInputs(NamedTuple):
+    """What the layers of one step are told beside their hidden states."""
+
+    attention: AttentionInputs
+    tables: FactorTables | None  # None: no row has an adapter, nothing of them is in the program
+    routing: Routing | None
+
+
+class Span:
+    """Consecutive layers, and the parameters and program that compute them."""
+
+    def __init__(self, layers: range, like: range, params: Params) -> None:
+        self.layers = layers
+        self.like = like  # the layers whose program this span shares: `layers` itself or earlier
+        self.offset = layers.start - like.start
+        prefixes = {f"layers.{i}.": f"layers.{i - self.offset}." for i in layers}
+        self.params = {
+            new + path.removeprefix(old): value
+            for old, new in prefixes.items()
+            for path, value in params.items()
+            if path.startswith(old)
+        }
+
+
+def make_spans(config: ModelConfig, layers_per_program: int, params: Params) -> list[Span]:
+    """All layers in spans of `layers_per_program`, sharing programs where their kinds agree."""
+    first_like: dict[tuple, range] = {}
+    spans = []
+    for start in range(0, config.num_layers, layers_per_program):
+        layers = range(start, min(start + layers_per_program, config.num_layers))
+        kind = tuple(config.windows[layer] for layer in layers)
+        spans.append(Span(layers, first_like.setdefault(kind, layers), params))
+    return spans
+
+
+class StepPrograms:
+    """The forward pass of a step, as jitted functions over the mesh. Holds no state."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        loaded: LoadedModel,
+        mesh: Mesh,
+        *,
+        layers_per_program: int,
+        adapters: FactorPool | None,
+        backend: Backend | None,
+    ) -> None:
+        params, specs = loaded.params, loaded.specs
+        self._embed_params = _part(params, "embedding.")
+        head = "embedding." if config.tie_word_embeddings else "head."
+        self._head_params = _part(params, "norm.", head)
+        self._embed = _embed_program(loaded.model, _specs_of(self._embed_params, specs), mesh)
+        self._head = _head_program(loaded.model, _specs_of(self._head_params, specs), mesh)
+        self._spans = make_spans(config, layers_per_program, params)
+        self._layers = {
+            span.like: _layers_program(
+                loaded.model, span, _specs_of(span.params, specs), mesh, adapters, backend
+            )
+            for span in self._spans
+            if span.like == span.layers
+        }
+
+    def run(
+        self,
+        tokens: Int[Array, "tokens"],
+        last_token: Int[Array, "lanes"] | None,
+        kv: KVCache,
+        inputs: LayerInputs,
+        logits_rows: Int[Array, "rows"],
+        *,
+        phase: Phase,
+    ) -> tuple[KVCache, Float[Array, "rows vocab"]]:
+        """Dispatch a forward pass. `kv` is donated: use the one returned.
+
+        With `last_token`, `tokens` are lanes whose last tokens are meant. The logits are those of
+        the tokens in `logits_rows`, float32, the same on every rank.
+        """
+        x = self._embed(self._embed_params, tokens, last_token)
+        written: KVCache = ()
+        for span in self._spans:
+            span_kv = kv[span.layers.start : span.layers.stop]
+            program = self._layers[span.like]
+            x, span_kv = program(span.params, x, span_kv, inputs, span.offset, phase=phase)
+            written += span_kv
+        return written, self._head(self._head_params, x, logits_rows)
+
+
+def _embed_program(model: Decoder, specs: Specs, mesh: Mesh) -> Callable:
+    def embed(params, tokens, last_token):
+        tokens = tokens if last_token is None else last_token[tokens]
+        return bind(model, params).embed(tokens)
+
+    return jax.jit(shard_map(embed, mesh, in_specs=(specs, P(), P()), out_specs=P()))
+
+
+def _head_program(model: Decoder, specs: Specs, mesh: Mesh) -> Callable:
+    def head(params, x, rows):
+        return bind(model, params).logits(x[rows])
+
+    return jax.jit(shard_map(head, mesh, in_specs=(specs, P(), P()), out_specs=P()))
+
+
+def _layers_program(
+    model: Decoder,
+    span: Span,
+    specs: Specs,
+    mesh: Mesh,
+    adapters: FactorPool | None,
+    backend: Backend | None,
+) -> Callable:
+    """(params, x, kv, inputs, offset, phase) -> (x, kv); x and kv are donated."""
+    kv_spec = kv_specs(model.config)[span.layers.start : span.layers.stop]
+
+    def layers(params, x, kv, inputs: LayerInputs, offset, *, phase: Phase):
+        step = None
+        if inputs.tables is not None and inputs.routing is not None:
+            assert adapters is not None
+            step = AdapterStep(
+                local_tables(inputs.tables),
+                inputs.routing,
+                adapters.modules.kinds,
+                adapters.shape.max_rank,
+                phase,
+                backend,
+                offset,
+            )
+        return bind(model, params).run_layers(span.layers, x, kv, inputs.attention, step)
+
+    @functools.partial(jax.jit, donate_argnums=(1, 2), static_argnames="phase")
+    def program(params, x, kv, inputs: LayerInputs, offset, *, phase: Phase):
+        adapted = inputs.tables is not None
+        adapter_specs = (TABLE_SPECS, P()) if adapted else (None, None)
+        input_specs = LayerInputs._make((P(), *adapter_specs))
+        return shard_map(
+            functools.partial(layers, phase=phase),
+            mesh,
+            in_specs=(specs, P(), kv_spec, input_specs, P()),
+            out_specs=(P(), kv_spec),
+        )(params, x, kv, inputs, offset)
+
+    return program
+
+
+def _part(params: Params, *prefixes: str) -> Params:
+    return {path: value for path, value in params.items() if path.startswith(prefixes)}
+
+
+def _specs_of(params: Params, specs: Specs) -> Specs:
+    return {path: specs[path] for path in params}

@@ -21,7 +21,7 @@ class VocabTable(nnx.Module):
         self.vocab = vocab
         self.weight = parameter({f"{path}.weight": (vocab, hidden)}, 0, tp, dtype)
 
-    def embed(self, tokens: Int[Array, tokens]) -> Float[Array, "tokens hidden"]:
+    def embed(self, tokens: Int[Array, "tokens"]) -> Float[Array, "tokens hidden"]:
         """Each token's row. Ids must lie in the vocabulary."""
         table = self.weight[...]
         if compat.axis_size(TP_AXIS) == 1:

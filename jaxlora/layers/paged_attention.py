@@ -26,13 +26,21 @@ def write_kv(
     v: Float[Array, "tokens kv_heads head_dim"],
     inputs: AttentionInputs,
 ) -> LayerKV:
-    """Put this step's keys and values at write_index. In place where the pools are donated."""
+    """Put this step's keys and values at write_index. In place where the pools are donated.
+
+    The CPU compiler turns a scatter of one row into a slice update and then copies the whole pool
+    before it, so a lone token gets a second write, into the scrap block.
+    """
+    index = inputs.write_index
+    alone = (0, 1 if index.shape[0] == 1 else 0)
 
     def write(pool: Array, new: Array) -> Array:
-        flat = pool.reshape(-1, *pool.shape[2:])
+        rows = jnp.pad(new.reshape(new.shape[0], -1).astype(pool.dtype), (alone, (0, 0)))
         # Only padding tokens share an index, and what lands in the scrap block does not matter.
-        written = flat.at[inputs.write_index].set(
-            new.astype(pool.dtype), mode="promise_in_bounds", unique_indices=True
+        written = (
+            pool.reshape(-1, pool.shape[2])
+            .at[jnp.pad(index, alone)]
+            .set(rows, mode="promise_in_bounds", unique_indices=True)
         )
         return written.reshape(pool.shape)
 
@@ -50,8 +58,8 @@ def attend(
     What lies past a query's position may be anything, NaN included. A row's result does not depend
     on how many pieces the longest row of the batch needs: pieces past its own change nothing.
     """
-    sequences, (_, block_size, kv_heads, head_dim) = inputs.block_tables.shape[0], pools.k.shape
-    heads = q.shape[1]
+    sequences, (heads, head_dim) = inputs.block_tables.shape[0], q.shape[1:]
+    block_size, kv_heads = pools.k.shape[1], pools.k.shape[2] // head_dim
     q = q.reshape(sequences, inputs.queries, kv_heads, heads // kv_heads, head_dim)
     positions = inputs.positions.reshape(sequences, inputs.queries)
     tables, piece = _pieces(inputs, block_size)
@@ -62,7 +70,13 @@ def attend(
         )
         context = index * piece + jnp.arange(piece, dtype=positions.dtype)
         return _attend_piece(
-            q, _read(pools.k, blocks), _read(pools.v, blocks), positions, context, window, running
+            q,
+            _read(pools.k, blocks, head_dim),
+            _read(pools.v, blocks, head_dim),
+            positions,
+            context,
+            window,
+            running,
         )
 
     state_shape = (sequences, kv_heads, heads // kv_heads, inputs.queries)
@@ -93,10 +107,12 @@ def _pieces(inputs: AttentionInputs, block_size: int) -> tuple[Array, int]:
 
 
 def _read(
-    pool: Array, blocks: Int[Array, "sequences blocks"]
+    pool: Float[Array, "blocks block_size kv_width"],
+    blocks: Int[Array, "sequences blocks"],
+    head_dim: int,
 ) -> Float[Array, "sequences context kv_heads head_dim"]:
     rows = pool.at[blocks].get(mode="promise_in_bounds")
-    return rows.reshape(blocks.shape[0], -1, *pool.shape[2:])
+    return rows.reshape(blocks.shape[0], -1, pool.shape[2] // head_dim, head_dim)
 
 
 def _attend_piece(
@@ -104,7 +120,7 @@ def _attend_piece(
     k: Float[Array, "sequences context kv_heads head_dim"],
     v: Float[Array, "sequences context kv_heads head_dim"],
     positions: Int[Array, "sequences queries"],
-    context: Int[Array, context],
+    context: Int[Array, "context"],
     window: int | None,
     running: _Running,
 ) -> _Running:

@@ -38,7 +38,7 @@ def _llama3(inverse: np.ndarray, rope: RopeConfig) -> np.ndarray:
     return ((1 - smooth) * inverse / rope["factor"] + smooth * inverse).astype(np.float32)
 
 
-def rotation(rope: RopeConfig, head_dim: int, positions: Int[Array, tokens]) -> Rotation:
+def rotation(rope: RopeConfig, head_dim: int, positions: Int[Array, "tokens"]) -> Rotation:
     """(cos, sin) of each token's angles, float32."""
     angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(rope, head_dim)[None]
     return jnp.cos(angles), jnp.sin(angles)

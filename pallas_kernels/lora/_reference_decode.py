@@ -41,7 +41,7 @@ class _Triple(NamedTuple):
     kind: Int[Array, ""]  # its place among the call's kinds
     token: Int[Array, ""]
     begin: Int[Array, ""]  # first of its column blocks among the outputs of all tokens
-    count: Int[Array, ""]  # column blocks of its output
+    columns: Int[Array, ""]  # column blocks of its output
 
     @property
     def scale(self) -> Float[Array, ""]:
@@ -178,8 +178,8 @@ def _add(call: Call, pool: Array, y, routing: Routing, widths, h_of) -> Float[Ar
     """y with each triple's h_of(triple, i0, block of B) times B added, a block at a time."""
 
     def body(at: _Triple, i0, y):
-        block = _block(at.first_b, at.rank, i0, at.count, pool)
-        return _expand_block(pool, block, h_of(at, i0, block) * at.scale, y, at.begin, at.count)
+        block = _block(at.first_b, at.rank, i0, at.columns, pool)
+        return _expand_block(pool, block, h_of(at, i0, block) * at.scale, y, at.begin, at.columns)
 
     blocks = to_column_blocks(y.astype(jnp.float32), widths, call.columns, call.width)
     blocks = _each_block(_triples(call, routing), body, blocks)

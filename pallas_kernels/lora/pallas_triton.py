@@ -209,7 +209,6 @@ class _Outputs(NamedTuple):
 
     @classmethod
     def of(cls, kinds, widths, w: int, phase: str) -> _Outputs:
-        # One tile shape for all: a tile of a narrow kind is masked.
         return cls(kinds, widths, tuple(expand_tiling(d, w, phase) for d in widths))
 
     @property
@@ -218,11 +217,10 @@ class _Outputs(NamedTuple):
 
     def find(self, j: Array) -> tuple[Array, Array, Array, Array, Array]:
         """(kind's number, kind, first column in it, its width, its first column in y) of span j."""
-        ends, n = 0, jnp.int32(0)
-        for tiling in self.tilings[:-1]:
-            ends += tiling.programs
-            n = n + (j >= ends).astype(jnp.int32)
         begins = [sum(t.programs for t in self.tilings[:i]) for i in range(len(self.kinds))]
+        n = jnp.int32(0)
+        for begin in begins[1:]:
+            n = n + (j >= begin).astype(jnp.int32)
         offsets = [sum(self.widths[:i]) for i in range(len(self.kinds))]
         column = (j - _pick(begins, n)) * self.tilings[0].span
         return n, _pick(self.kinds, n), column, _pick(self.widths, n), _pick(offsets, n)
@@ -235,7 +233,7 @@ def _decode_expand_kernel(
     tables = _TableRefs(layer, pool, first_row, rank, scale)
     n, kind, column, width, offset = outputs.find(j)
     entry = tables.slot(kind, SIDE_B, slots[t])
-    columns, per_program, _ = outputs.tilings[0]
+    columns, per_program = outputs.tilings[0][:2]
 
     @pl.when(entry.total > 0)
     def _():
@@ -275,29 +273,25 @@ def _dot_float32(h: Float[Array, "m k"], b: Float[Array, "k n"]) -> Array:
     """float32 h @ b. With b bfloat16, h goes as three bfloat16 terms that hold all its bits."""
     if b.dtype != jnp.bfloat16:
         return _dot(h, b)
-    total, rest = None, h
-    for _ in range(3):
-        term = rest.astype(jnp.bfloat16)
-        rest = rest - term.astype(jnp.float32)
-        product = _dot(term, b)
-        total = product if total is None else total + product
-    return total
+    high = h.astype(jnp.bfloat16)
+    rest = h - high.astype(jnp.float32)
+    middle = rest.astype(jnp.bfloat16)
+    low = (rest - middle.astype(jnp.float32)).astype(jnp.bfloat16)
+    return _dot(high, b) + (_dot(middle, b) + _dot(low, b))
 
 
-def _each_segment(segments_ref, tokens: Array, body: Callable, carry: Any) -> Any:
-    """carry = body(slot, [tokens] bool, carry) over the segments that meet a tile of tokens."""
+def _each_segment(segments_ref, first: Array, body: Callable, carry: Any) -> Any:
+    """carry = body(slot, [tokens] bool, carry) over the segments in the tile from `first`."""
     count = segments_ref.shape[0]
-    size = pl.next_power_of_2(count)
-    index = _iota(size)
+    index = _iota(pl.next_power_of_2(count))
+    there = jnp.minimum(index, count - 1)
 
     def column(c: int) -> Array:
-        return pltriton.load(
-            segments_ref.at[pl.ds(0, size), jnp.int32(c)], mask=index < count, other=0
-        )
+        return pltriton.load(segments_ref.at[there, jnp.int32(c)], mask=index < count, other=0)
 
     start, length = column(1), column(2)
-    first, last = jnp.min(tokens), jnp.max(tokens)
-    meets = (length > 0) & (start <= last) & (start + length > first)
+    meets = (length > 0) & (start < first + PREFILL_TOKENS) & (start + length > first)
+    tokens = first + _iota(PREFILL_TOKENS)
     begin = jnp.min(jnp.where(meets, index, count))
     end = jnp.max(jnp.where(meets, index + 1, 0))
 
@@ -316,7 +310,6 @@ def _prefill_shrink_kernel(
     tables = _TableRefs(layer, pool, first_row, rank, scale)
     kind, d = _pick(kinds, n), x_ref.shape[1]
     first = tile * PREFILL_TOKENS
-    tokens = first + _iota(PREFILL_TOKENS)
 
     def segment(slot, inside, carry):
         entry = tables.slot(kind, SIDE_A, slot)
@@ -339,7 +332,7 @@ def _prefill_shrink_kernel(
 
         return entry.each_tile(ranks, rank_tile, carry)
 
-    _each_segment(segments, tokens, segment, jnp.int32(0))
+    _each_segment(segments, first, segment, jnp.int32(0))
 
 
 def _prefill_expand_kernel(
@@ -348,9 +341,9 @@ def _prefill_expand_kernel(
     tile, j = pl.program_id(0), pl.program_id(1)
     tables = _TableRefs(layer, pool, first_row, rank, scale)
     n, kind, column, width, offset = outputs.find(j)
-    columns, per_program, _ = outputs.tilings[0]
-    rows = pl.ds(tile * PREFILL_TOKENS, PREFILL_TOKENS)
-    tokens = tile * PREFILL_TOKENS + _iota(PREFILL_TOKENS)
+    columns, per_program = outputs.tilings[0][:2]
+    first = tile * PREFILL_TOKENS
+    rows = pl.ds(first, PREFILL_TOKENS)
     ranks = PREFILL_EXPAND_RANKS
 
     def segment(slot, inside, carry):
@@ -373,7 +366,7 @@ def _prefill_expand_kernel(
 
     zero = jnp.zeros((PREFILL_TOKENS, columns), jnp.float32)
     carry = (jnp.zeros(PREFILL_TOKENS, jnp.int32), (zero,) * per_program)
-    live, accs = _each_segment(segments, tokens, segment, carry)
+    live, accs = _each_segment(segments, first, segment, carry)
     for m, acc in enumerate(accs):
         at = column + m * columns
         mask = (live > 0)[:, None] & (at + _iota(columns) < width)[None, :]

@@ -40,7 +40,7 @@ PROMPTS = (
     "How do I stay healthy?",
     "What is a library?",
 )
-MAX_TOKENS = 48
+MAX_TOKENS = 64
 PREFERRED_PORT = 8000
 START_SECONDS = 600.0  # a first start compiles every program
 ANSWER_SECONDS = 300.0

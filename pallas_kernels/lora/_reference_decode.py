@@ -129,7 +129,7 @@ def _expand_block(
         b = lax.dynamic_slice(pool, (block.row + c * block.rank, 0), (RANK_BLOCK, w))
         term = jnp.where(block.live[:, None], b.astype(jnp.float32) * h[:, None], 0.0)
         old = lax.dynamic_slice(y, (begin + c, 0), (1, w))
-        return lax.dynamic_update_slice(y, old + term.sum(axis=0), (begin + c, 0))
+        return lax.dynamic_update_slice(y, old + term.sum(axis=0, keepdims=True), (begin + c, 0))
 
     return lax.fori_loop(0, n, add_to_column_block, y)
 
@@ -167,7 +167,8 @@ def shrink(call: Call, x, routing: Routing) -> Float[Array, "kinds 1 tokens max_
         # Each h row has RANK_BLOCK spare entries on either side: entries not live stay as they are.
         where = (at.kind, at.token, RANK_BLOCK + at.start + i0 - block.back)
         old = lax.dynamic_slice(h, where, terms.shape)
-        return lax.dynamic_update_slice(h, jnp.where(block.live, terms, old), where)
+        live = block.live[None, None]
+        return lax.dynamic_update_slice(h, jnp.where(live, terms, old), where)
 
     shape = (len(call.kinds), x.shape[0], call.max_rank + 2 * RANK_BLOCK)
     h = _each_block(_triples(call, routing), body, jnp.zeros(shape, jnp.float32))

@@ -29,7 +29,7 @@ def _rank_rows(call: Call, factor: Factor, p, i0, columns: int) -> Float[Array, 
     """RANK_BLOCK rank rows at full width, zero past the part's rank."""
     i = i0 + jnp.arange(RANK_BLOCK)
     live = i < factor.rank[p]
-    rows = factor.first_row[p] + jnp.arange(columns) * factor.rank[p] + i[:, None]
+    rows = factor.first_row[p] + jnp.arange(columns)[None] * factor.rank[p] + i[:, None]
     rows = jnp.where(live[:, None], rows, 0)
     block = call.tables.pool.at[rows].get(mode="promise_in_bounds")
     block = jnp.where(live[:, None, None], block.astype(jnp.float32), 0.0)
@@ -60,7 +60,7 @@ def _expand_tile(call: Call, h: Float[Array, "tile rank"], slot, kind: int):
     def body(p, i0, delta):
         h_block = lax.dynamic_slice(h, (0, factor.start[p] + i0), (h.shape[0], RANK_BLOCK))
         live = i0 + jnp.arange(RANK_BLOCK) < factor.rank[p]
-        h_block = jnp.where(live, h_block * factor.scale[p], 0.0)
+        h_block = jnp.where(live[None], h_block * factor.scale[p], 0.0)
         return delta + _product(h_block, _rank_rows(call, factor, p, i0, columns))
 
     delta = jnp.zeros((h.shape[0], columns * call.width), jnp.float32)
@@ -105,7 +105,7 @@ def shrink(call: Call, x, routing: Routing) -> Float[Array, "kinds 1 tokens max_
             at = (n, first, 0)
             old = lax.dynamic_slice(h, at, (1, TOKEN_TILE, call.max_rank))
             new = _shrink_tile(call, rows, slot, jnp.int32(n))[None, :, : call.max_rank]
-            h = lax.dynamic_update_slice(h, jnp.where(live[:, None], new, old), at)
+            h = lax.dynamic_update_slice(h, jnp.where(live[None, :, None], new, old), at)
         return h
 
     h = jnp.zeros((len(call.kinds), x.shape[0], call.max_rank), jnp.float32)
@@ -121,7 +121,7 @@ def _add_tiles(call: Call, y, routing: Routing, widths: tuple[int, ...], h_of):
         deltas = [_expand_tile(call, h_of(slot, first, n), slot, n) for n in range(len(call.kinds))]
         delta = columns_of(jnp.concatenate(deltas, axis=1), widths, call.columns, call.width)
         rows = lax.dynamic_slice(y, (first, 0), (TOKEN_TILE, y.shape[1]))
-        rows = add_where(rows, delta, live[:, None] & has_delta(call, slot, widths))
+        rows = add_where(rows, delta, live[:, None] & has_delta(call, slot, widths)[None])
         return lax.dynamic_update_slice(y, rows, (first, 0))
 
     return _each_tile(routing, y.shape[0], tile, y)[:tokens]

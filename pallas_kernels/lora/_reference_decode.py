@@ -51,18 +51,24 @@ class _Triple(NamedTuple):
 def _triples(call: Call, routing: Routing) -> Int[Array, "triples fields"]:
     """A row a triple, tokens outermost, parts innermost."""
     tables = call.tables
-    # Of all layers and kinds, so that XLA makes it once for a program's many calls.
+
+    def of_tokens(table: Array) -> Array:
+        # Of all kinds, so that XLA makes it once for a layer's many calls.
+        of_layer = lax.dynamic_index_in_dim(table, call.layer, 1, keepdims=False)
+        return of_layer[:, routing.slots]  # [kinds, tokens, parts]
+
+    rank = of_tokens(tables.rank)
     looked_up = jnp.stack(
         [
-            tables.first_row[:, SIDE_A],
-            tables.first_row[:, SIDE_B],
-            tables.rank,
-            jnp.cumsum(tables.rank, axis=-1) - tables.rank,
-            lax.bitcast_convert_type(tables.scale, jnp.int32),
+            of_tokens(tables.first_row[:, SIDE_A]),
+            of_tokens(tables.first_row[:, SIDE_B]),
+            rank,
+            jnp.cumsum(rank, axis=-1) - rank,
+            lax.bitcast_convert_type(of_tokens(tables.scale), jnp.int32),
         ],
         axis=-1,
-    )[:, :, routing.slots]  # [kinds, layers, tokens, parts, fields]
-    looked_up = jnp.moveaxis(looked_up[jnp.asarray(call.kinds), call.layer], 0, 1)
+    )
+    looked_up = jnp.moveaxis(looked_up[np.asarray(call.kinds)], 0, 1)
     tokens, parts = looked_up.shape[0], looked_up.shape[2]
     counts = np.asarray(call.columns or [0] * len(call.kinds), np.int32)
     known = np.zeros((tokens, len(counts), parts, 4), np.int32)

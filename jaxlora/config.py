@@ -51,6 +51,8 @@ _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "use_mrope": (None, False),
 }
 
+_MAX_LAYERS = 10_000  # a larger number is a broken file, and would take the memory
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
@@ -116,12 +118,12 @@ def _parse(raw: JsonObject) -> ModelConfig:
     model_type = raw.string("model_type")
     if model_type not in FAMILY_DEFAULTS:
         known = ", ".join(sorted(FAMILY_DEFAULTS))
-        raise raw.error("model_type", f"{model_type!r} is not served (served: {known})")
+        raise raw.error("model_type", f"{model_type!r:.60} is not served (served: {known})")
     for key, accepted in _REFUSED_UNLESS.items():
         if raw.get(key) not in accepted:
-            raise raw.error(key, f"{raw.get(key)!r} is not served")
+            raise raw.error(key, f"{raw.get(key)!r:.60} is not served")
     if raw.string("hidden_act", "silu") != "silu":
-        raise raw.error("hidden_act", f"{raw.get('hidden_act')!r} is not served (served: silu)")
+        raise raw.error("hidden_act", f"{raw.get('hidden_act')!r:.60} is not served (served: silu)")
 
     defaults = FAMILY_DEFAULTS[model_type]
     hidden_size = raw.positive("hidden_size")
@@ -136,9 +138,11 @@ def _parse(raw: JsonObject) -> ModelConfig:
         defaults.get("head_dim", hidden_size // num_heads),
         null=hidden_size // num_heads,
     )
-    if head_dim % 2:
-        raise raw.error("head_dim", f"{head_dim} is odd, which rotary embeddings cannot be")
+    if head_dim < 2 or head_dim % 2:
+        raise raw.error("head_dim", f"{head_dim}: rotary embeddings need an even number")
     num_layers = raw.positive("num_hidden_layers")
+    if num_layers > _MAX_LAYERS:
+        raise raw.error("num_hidden_layers", f"{num_layers} is more than {_MAX_LAYERS}")
     return ModelConfig(
         model_type=model_type,
         vocab_size=raw.positive("vocab_size"),
@@ -168,7 +172,7 @@ def _dtype(raw: JsonObject) -> str:
         "torch."
     )
     if name not in DTYPES:
-        raise raw.error(key, f"{name!r} is not served (served: {', '.join(DTYPES)})")
+        raise raw.error(key, f"{name!r:.60} is not served (served: {', '.join(DTYPES)})")
     return name
 
 
@@ -179,12 +183,12 @@ def _rope(raw: JsonObject) -> RopeConfig:
     kind = scaling.string("rope_type", None) or scaling.string("type", None) or "default"
     if kind not in ROPE_TYPES:
         known = ", ".join(ROPE_TYPES)
-        raise raw.error(key, f"RoPE type {kind!r} is not served (served: {known})")
+        raise raw.error(key, f"RoPE type {kind!r:.60} is not served (served: {known})")
     if scaling.get("partial_rotary_factor") not in (None, 1):
         raise scaling.error("partial_rotary_factor", "is not served")
     known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[kind]}
     for name in sorted(set(scaling) - known_keys):
-        raise scaling.error(name, f"is not known for RoPE type {kind!r}")
+        raise scaling.error(name, f"is not known for RoPE type {kind}")
     source = scaling if scaling.get("rope_theta") is not None else raw
     theta = source.number("rope_theta", 10000.0)
     parameters = tuple((name, scaling.number(name)) for name in ROPE_TYPES[kind])
@@ -213,7 +217,7 @@ def _windows(raw: JsonObject, model_type: str, num_layers: int) -> tuple[int | N
         raise raw.error("layer_types", f"has {len(kinds)} entries for {num_layers} layers")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            raise raw.error("layer_types", f"{kind!r} is not served")
+            raise raw.error("layer_types", f"{kind!r:.60} is not served")
         if kind == "sliding_attention" and window is None:
             raise raw.error("layer_types", "has sliding_attention, but no sliding window is set")
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -227,5 +231,5 @@ def _eos_token_ids(raw: JsonObject) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise raw.error("eos_token_id", f"wants token ids, got {token!r}")
+            raise raw.error("eos_token_id", f"wants token ids, got {token!r:.60}")
     return tuple(ids)

@@ -34,7 +34,7 @@ class JsonObject:
         self._error_type = error_type
 
     def error(self, key: str, problem: str) -> JaxloraError:
-        return self._error_type(f"{self.path}: {self._prefix}{key}: {problem}")
+        return self._error_type(f"{self.path}: {self._prefix}{_show(key)}: {problem}")
 
     def get(self, key: str) -> Any:
         return self._values.get(key)
@@ -65,7 +65,7 @@ class JsonObject:
 
     def positive(self, key: str, default: Any = _REQUIRED, null: Any = _REQUIRED) -> Any:
         return self._read(
-            key, "a positive integer", default, null, lambda v: _is_integer(v) and v > 0
+            key, "a positive integer", default, null, lambda v: _is_integer(v) and 0 < v < 2**31
         )
 
     def number(self, key: str, default: Any = _REQUIRED) -> float:
@@ -92,11 +92,16 @@ def read_json_object(path: Path, error_type: type[JaxloraError]) -> JsonObject:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise error_type(f"{path}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of 5000 digits
         raise error_type(f"{path}: is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise error_type(f"{path}: wants a JSON object")
     return JsonObject(path, values, error_type=error_type)
+
+
+def _show(key: str) -> str:
+    """A key of any file on one line; the names of ordinary keys as they are."""
+    return key if key.isidentifier() else ascii(key)[:80]
 
 
 def _is_integer(value: Any) -> bool:
@@ -104,4 +109,6 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if _is_integer(value):
+        return abs(value) < 2**63
+    return isinstance(value, float) and math.isfinite(value)

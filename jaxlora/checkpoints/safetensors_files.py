@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,7 +75,7 @@ def _open_file(path: Path) -> dict[str, StoredTensor]:
             header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: has a broken safetensors header: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: has a broken safetensors header")
@@ -89,10 +90,12 @@ def _stored(path: Path, name: str, entry: object, start: int, size: int) -> Stor
         numbers = (*shape, begin, end)
         if any(type(number) is not int or number < 0 for number in numbers) or begin > end:
             raise ValueError
+        if not isinstance(dtype, str):
+            raise TypeError
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: {name}: has a broken safetensors header entry") from error
     if start + end > size:
         raise CheckpointError(f"{path}: {name}: lies past the file's end; the file is truncated")
-    if dtype in DTYPES and end - begin != int(np.prod(shape)) * DTYPES[dtype].itemsize:
+    if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
         raise CheckpointError(f"{path}: {name}: its byte range does not match its shape")
     return StoredTensor(path, name, dtype, shape, start + begin)

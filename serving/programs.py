@@ -120,6 +120,11 @@ class StepPrograms:
             written += span_kv
         return written, self._head(self._head_params, x, logits_rows)
 
+    def cache_sizes(self) -> list[int]:
+        """How many executables each program has: they must not grow after the warm-up."""
+        programs = [self._embed, self._head, *self._layers.values()]
+        return [program._cache_size() for program in programs]
+
 
 def _embed_program(model: Decoder, specs: Specs, mesh: Mesh) -> Callable:
     def embed(params, tokens, last_token):

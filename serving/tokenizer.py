@@ -100,6 +100,10 @@ class Tokenizer:
         backend.decoder = decoders.ByteLevel()
         return cls(backend, {}, eos_token_ids, None)
 
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json."""
+        self._backend.save(str(Path(folder) / "tokenizer.json"))
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; names of special tokens in it become those tokens.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jaxlora.adapters.store import AdapterStore
@@ -57,9 +58,7 @@ class Harness:
 
     def add(self, request_id, prompt, adapter=None, **sampling):
         reference = AdapterReference(adapter, self.store.keys[adapter]) if adapter else None
-        self.engine.add(
-            Request(request_id, tuple(prompt), SamplingParams(**sampling), reference)
-        )
+        self.engine.add(Request(request_id, tuple(prompt), SamplingParams(**sampling), reference))
         self.tokens[request_id], self.text[request_id] = [], ""
 
     def step(self):

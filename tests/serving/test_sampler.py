@@ -70,7 +70,11 @@ def test_tokens_that_tie_at_a_limit_are_all_kept():
 
 def draw(lanes, lane_ids, positions, logits, greedy=False):
     return sample(
-        lanes, np.asarray(lane_ids, np.int32), np.asarray(positions, np.int32), logits, greedy=greedy
+        lanes,
+        np.asarray(lane_ids, np.int32),
+        np.asarray(positions, np.int32),
+        logits,
+        greedy=greedy,
     )
 
 
@@ -91,9 +95,7 @@ def test_drawn_tokens_follow_the_distribution():
 def test_a_seeded_rows_token_depends_on_seed_and_position_alone():
     case = SamplingParams(temperature=1.0)
     logits = random_logits(1, scale=0.1)
-    alone = [
-        int(draw(make_lanes([case], seeds=[7]), [0], [p], logits)[1][0]) for p in range(5, 15)
-    ]
+    alone = [int(draw(make_lanes([case], seeds=[7]), [0], [p], logits)[1][0]) for p in range(5, 15)]
     beside = make_lanes([case, case, case], seeds=[1, 2, 7])
     for position, expected in zip(range(5, 15), alone, strict=True):
         noisy = random_logits(3, position, scale=0.1).at[1].set(logits[0])
@@ -107,7 +109,10 @@ def test_a_seeded_rows_token_depends_on_seed_and_position_alone():
 def test_high_bits_of_a_seed_count():
     logits = random_logits(1, scale=0.1)
     tokens = [
-        [int(draw(make_lanes([SamplingParams()], seeds=[s]), [0], [p], logits)[1][0]) for p in (5, 6, 7, 8)]
+        [
+            int(draw(make_lanes([SamplingParams()], seeds=[s]), [0], [p], logits)[1][0])
+            for p in (5, 6, 7, 8)
+        ]
         for s in (7, 7 + 2**40)
     ]
     assert tokens[0] != tokens[1]

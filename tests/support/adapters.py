@@ -26,13 +26,14 @@ def tiny_adapter(
     strength: float = 1.0,
     modules: ModuleTable = TINY_MODULES,
     dtype: str = "float32",
+    size: float = 1.0,
 ) -> Adapter:
-    """Random factors on every module of every layer."""
+    """Random factors, of standard deviation `size`, on every module of every layer."""
     rng = np.random.default_rng(seed)
     factors = {
         (layer, module.name): Factors(
-            a=rng.normal(size=(rank, module.d_in)).astype(dtype),
-            b=rng.normal(size=(module.d_out, rank)).astype(dtype),
+            a=rng.normal(size=(rank, module.d_in), scale=size).astype(dtype),
+            b=rng.normal(size=(module.d_out, rank), scale=size).astype(dtype),
             scale=0.5 + 0.1 * layer,
         )
         for layer in range(modules.num_layers)

@@ -35,10 +35,10 @@ from examples.smollm2 import DEFAULT_OUTPUT, ConversionError, ensure_model
 BASE = "smollm2"
 ADAPTERS = ("pirate", "bullets")
 PROMPTS = (
-    "Why is the sky blue?",
+    "Why do cats purr?",
     "What is the capital of Egypt?",
-    "How do I stay healthy?",
-    "What is a library?",
+    "What is a black hole?",
+    "What is meditation?",
 )
 MAX_TOKENS = 64
 PREFERRED_PORT = 8000

@@ -33,10 +33,10 @@ BASE_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 SHOWN = (  # held-out prompts whose answers go into the adapters' README
+    "Why do cats purr?",
     "What is the capital of Egypt?",
-    "What is a library?",
     "What is a black hole?",
-    "How do I stay healthy?",
+    "What is meditation?",
 )
 ANSWER_TOKENS = 56
 ANSWER_BATCH = 25

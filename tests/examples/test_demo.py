@@ -44,8 +44,8 @@ def test_demo_prints_answers_side_by_side(
     shown = capfd.readouterr().out
     for prompt in demo.PROMPTS:
         assert f"> {prompt}" in shown
-    assert "smollm2 on What is a library? " in shown
-    assert "| pirate on What is a library? " in shown
+    assert "smollm2 on What is meditation? " in shown
+    assert "| pirate on What is meditation? " in shown
     assert "41 of 47 decode steps held rows of the base and of 2 adapters at once." in shown
     assert max(map(len, shown.splitlines()[2:])) <= 100
     (command,) = fake

@@ -14,10 +14,12 @@ import dataclasses
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
+from benchmarks.kernel_profile import device_seconds, summary
 from benchmarks.report import write_json
 from benchmarks.synthetic import synthetic_adapters
 from jaxlora.adapters.pool import PoolShape
@@ -29,6 +31,7 @@ from serving.engine import EngineCore
 
 STEPS_BEFORE, STEPS_TIMED = 20, 100
 REPEATS = 2
+PROFILED_STEPS = 5
 
 
 def main() -> None:
@@ -58,13 +61,15 @@ def main() -> None:
                 f" {row['tokens_per_s']:9.0f}",
                 flush=True,
             )
+            if "kernels" in row:
+                print(summary(row["kernels"], PROFILED_STEPS), flush=True)
     write_json(options.json, {"options": _jsonable(options), "rows": rows})
 
 
 def measure(engine: EngineCore, batch: int, adapters: int, options) -> dict:
     """Decode `batch` requests, the i-th with adapter i modulo `adapters` (0: all base)."""
     medians = []
-    device_ms = float("nan")
+    last: dict = {}
     for repeat in range(REPEATS):
         ids = _add_requests(engine, batch, adapters, options, repeat)
         while any(not s.decodes for s in engine.scheduler.running) or engine.scheduler.waiting:
@@ -75,7 +80,7 @@ def measure(engine: EngineCore, batch: int, adapters: int, options) -> dict:
             times.append(time.perf_counter())
         medians.append(statistics.median(np.diff(times[STEPS_BEFORE:])))
         if repeat == REPEATS - 1:
-            device_ms = _device_time(engine) * 1e3
+            last = _device_times(engine, options.profile)
         for request_id in ids:
             engine.abort(request_id)
         while engine.busy:
@@ -86,22 +91,28 @@ def measure(engine: EngineCore, batch: int, adapters: int, options) -> dict:
         "adapters": adapters,
         "step_ms": step * 1e3,
         "step_ms_repeats": [median * 1e3 for median in medians],
-        "device_ms": device_ms,
         "tokens_per_s": batch / step,
+        **last,
     }
 
 
-def _device_time(engine: EngineCore, count: int = 20) -> float:
-    """Seconds of one decode step's device programs: the same step dispatched again and again."""
-    runner = engine._runner
+def _device_times(engine: EngineCore, profile: bool) -> dict:
+    """One decode step's device programs alone: the same step dispatched again and again."""
+    runner: Any = engine._runner
     sequences = tuple(s for s in engine.scheduler.running if s.decodes and s.finish_reason is None)
-    for warm in (True, False):
-        jax.block_until_ready(runner._decode(sequences))  # type: ignore[attr-defined]
+
+    def steps(count: int) -> float:
         started = time.perf_counter()
-        for _ in range(2 if warm else count):
-            tokens = runner._decode(sequences)  # type: ignore[attr-defined]
+        for _ in range(count):
+            tokens = runner._decode(sequences)
         jax.block_until_ready(tokens)
-    return (time.perf_counter() - started) / count
+        return (time.perf_counter() - started) / count
+
+    steps(3)
+    times: dict[str, Any] = {"device_ms": steps(20) * 1e3}
+    if profile:
+        times["kernels"] = device_seconds(lambda: steps(PROFILED_STEPS) and None)
+    return times
 
 
 def _add_requests(engine: EngineCore, batch: int, adapters: int, options, seed: int) -> list[str]:
@@ -144,6 +155,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--answer", type=int, default=383)
     parser.add_argument("--prefill-chunk", type=int, default=None)
     parser.add_argument("--kernel-backend", default=None)
+    parser.add_argument("--profile", action="store_true", help="say which kernels take the time")
     parser.add_argument("--json", type=Path, default=None)
     return parser.parse_args()
 

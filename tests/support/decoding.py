@@ -7,22 +7,19 @@ order, and sequences of different lengths share a batch.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from jaxlora.adapters.pool import TABLE_SPECS, FactorPool
-from jaxlora.adapters.routing import AdapterStep, decode_routing, local_tables, prefill_routing
+from jaxlora.adapters.pool import FactorPool
+from jaxlora.adapters.routing import decode_routing, prefill_routing
 from jaxlora.checkpoints import LoadedModel
-from jaxlora.compat import shard_map
-from jaxlora.layers.kv_cache import AttentionInputs, KVCache, kv_specs, make_kv_cache
-from jaxlora.layers.parameter import bind
+from jaxlora.layers.kv_cache import AttentionInputs, KVCache, make_kv_cache
 from pallas_kernels.lora import Backend, Phase
+from serving.programs import LayerInputs, StepPrograms
 
 
 BLOCK_SIZE = 4
@@ -45,6 +42,25 @@ class Span:
     tokens: Sequence[int]
 
 
+def make_programs(
+    loaded: LoadedModel,
+    mesh: Mesh,
+    *,
+    adapters: AdapterRows | None = None,
+    layers_per_program: int | None = None,
+) -> StepPrograms:
+    """The served programs, all layers in one unless told; `run` after `run` may use the same."""
+    config = loaded.model.config
+    return StepPrograms(
+        config,
+        loaded,
+        mesh,
+        layers_per_program=layers_per_program or config.num_layers,
+        adapters=adapters.pool if adapters else None,
+        backend=adapters.backend if adapters else None,
+    )
+
+
 def run(
     loaded: LoadedModel,
     mesh: Mesh,
@@ -55,11 +71,13 @@ def run(
     context_chunk: int = 256,
     dtype: jnp.dtype = jnp.float32,
     adapters: AdapterRows | None = None,
+    programs: StepPrograms | None = None,
 ) -> list[np.ndarray]:
     """Logits [tokens, vocab] of every position of each sequence, all sequences in one batch.
 
     The last `decode` tokens of a sequence go in one a step, those before in chunks of `chunk` (at
     once if None). A context longer than `context_chunk` is attended in pieces.
+    `programs` are those of `make_programs`, for the same pool, where a test runs more than once.
     """
     lengths = [len(sequence) for sequence in sequences]
     prompts = [length - decode for length in lengths]
@@ -69,14 +87,15 @@ def run(
     tables = order.reshape(len(sequences), blocks)
     config = loaded.model.config
     kv = _poisoned(make_kv_cache(config, mesh, order.size + 1, BLOCK_SIZE, dtype))
-    step = _program(loaded, mesh, adapters)
+    programs = programs or make_programs(loaded, mesh, adapters=adapters)
     rows: list[list[np.ndarray]] = [[] for _ in sequences]
 
     def forward(spans: list[Span], queries: int, phase: Phase) -> None:
         nonlocal kv
         tokens, inputs = _inputs(spans, queries, tables, context_chunk)
-        lora = () if adapters is None else _lora_inputs(adapters, queries, phase)
-        logits, kv = step(loaded.params, kv, tokens, inputs, lora, phase=phase)
+        lora = (None, None) if adapters is None else _lora_inputs(adapters, queries, phase)
+        every = np.arange(tokens.size, dtype=np.int32)
+        kv, logits = programs.run(tokens, None, kv, LayerInputs(inputs, *lora), every, phase=phase)
         shaped = np.asarray(logits).reshape(len(spans), queries, -1)
         for row, span, result in zip(rows, spans, shaped, strict=True):
             row.extend(result[: len(span.tokens)])
@@ -125,36 +144,3 @@ def _lora_inputs(adapters: AdapterRows, queries: int, phase: Phase) -> tuple:
         else prefill_routing(slots, max_segments=len(adapters.slots))
     )
     return adapters.pool.tables, routing
-
-
-def _program(loaded: LoadedModel, mesh: Mesh, adapters: AdapterRows | None):
-    """(params, kv, tokens, inputs, lora, phase) -> (logits of all tokens, kv)."""
-    kv_spec = kv_specs(loaded.model.config)
-    lora_spec = () if adapters is None else (TABLE_SPECS, P())
-
-    def forward(params, kv, tokens, inputs, lora, *, phase: Phase):
-        model = bind(loaded.model, params)
-        step = None
-        if adapters is not None:
-            tables, routing = lora
-            step = AdapterStep(
-                local_tables(tables),
-                routing,
-                adapters.pool.modules.kinds,
-                adapters.pool.shape.max_rank,
-                phase,
-                adapters.backend,
-            )
-        hidden, kv = model(tokens, kv, inputs, step)
-        return model.logits(hidden), kv
-
-    @functools.partial(jax.jit, static_argnames="phase", donate_argnums=1)
-    def program(params, kv, tokens, inputs, lora, *, phase: Phase):
-        return shard_map(
-            functools.partial(forward, phase=phase),
-            mesh,
-            in_specs=(loaded.specs, kv_spec, P(), P(), lora_spec),
-            out_specs=(P(), kv_spec),
-        )(params, kv, tokens, inputs, lora)
-
-    return program

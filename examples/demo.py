@@ -70,6 +70,7 @@ def main() -> int:
             wait_until_healthy(server, url)
             print(f"\nAsking {BASE}, {' and '.join(ADAPTERS)} {len(PROMPTS)} questions at once ...")
             answers = ask_all(url)
+            check_running(server)  # and not another server that took the port
             print(render(answers, shutil.get_terminal_size((100, 24)).columns))
             print(mixing(read(url + "/metrics").decode()))
             if os.environ.get("DEMO_ONCE") != "1":
@@ -99,11 +100,12 @@ def server_command(model: Path, url: str) -> list[str]:
 
 
 def free_port(preferred: int = PREFERRED_PORT) -> int:
-    """`preferred` where nothing listens on it, else a port that the system picks."""
+    """`preferred` where no other process has it, else a port that the system picks.
+
+    Without SO_REUSEADDR, so that a server which is bound but still loading counts too.
+    """
     for port in (preferred, 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
-            if os.name == "posix":
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             return probe.getsockname()[1]
     raise DemoError("no free port on 127.0.0.1")

@@ -112,10 +112,13 @@ def test_a_signal_stops_the_server_too(number: signal.Signals) -> None:
         demo.read(url + "/health")
 
 
-def test_free_port_passes_over_one_in_use() -> None:
+@pytest.mark.parametrize("listening", [True, False])
+def test_free_port_passes_over_one_in_use(listening: bool) -> None:
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", 0))
-        taken.listen()
+        if listening:
+            taken.listen()
         port = taken.getsockname()[1]
         assert demo.free_port(port) not in (0, port)
 

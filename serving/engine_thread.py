@@ -32,13 +32,13 @@ class EngineThread:
         self._core = core
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, Callable[[News], None]] = {}  # of the step thread alone
-        self._alive = True
+        self._ended: str | None = None  # why, once it has
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        return self._alive
+        return self._ended is None
 
     def close(self) -> None:
         """End the step loop; open streams get EngineDeadError. Waits for the step in progress."""
@@ -47,19 +47,18 @@ class EngineThread:
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """See `serving.engine_protocol.Engine.generate`."""
-        if not self._alive:
-            raise EngineDeadError("the engine has ended")
+        if self._ended is not None:
+            raise EngineDeadError(self._ended)
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[News] = asyncio.Queue()
 
         def deliver(item: News) -> None:
-            with contextlib.suppress(RuntimeError):  # the client's loop has closed
-                loop.call_soon_threadsafe(news.put_nowait, item)
+            loop.call_soon_threadsafe(news.put_nowait, item)
 
         finished = False
         self._commands.put(lambda: self._add(request, deliver))
-        if not self._alive:
-            deliver(EngineDeadError("the engine has ended"))  # nobody may be left to carry it out
+        if self._ended is not None:
+            deliver(EngineDeadError(self._ended))  # nobody may be left to carry it out
         try:
             while not finished:
                 item = await news.get()
@@ -73,22 +72,22 @@ class EngineThread:
                 self._commands.put(lambda: self._abort(request.request_id))
 
     def _run(self) -> None:
-        error: Exception = EngineDeadError("the engine has been closed")
+        reason = "the engine has been closed"
         try:
             while self._carry_out_commands():
                 for output in self._core.step():
-                    self._deliver(output)
+                    self._tell(output)
         except Exception as failure:
             logger.exception("a step failed; the engine has ended")
-            error = EngineDeadError(f"the engine has ended: {failure}")
+            reason = f"the engine has ended: {failure}"
         finally:
-            self._alive = False
+            self._ended = reason  # from here on the core is left as it is
             with contextlib.suppress(queue.Empty):
                 while True:
                     if command := self._commands.get_nowait():
                         command()
             for deliver in self._streams.values():
-                deliver(error)
+                _try(deliver, EngineDeadError(reason))
             self._streams.clear()
 
     def _carry_out_commands(self) -> bool:
@@ -104,18 +103,30 @@ class EngineThread:
 
     def _add(self, request: Request, deliver: Callable[[News], None]) -> None:
         try:
+            if self._ended is not None:
+                raise EngineDeadError(self._ended)
             self._core.add(request)
-        except (ValueError, KeyError) as error:
-            deliver(error)
+        except Exception as error:  # what is wrong with a request is its own caller's news alone
+            _try(deliver, error)
         else:
             self._streams[request.request_id] = deliver
 
     def _abort(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None):
+        if self._streams.pop(request_id, None) and self.alive:
             self._core.abort(request_id)
 
-    def _deliver(self, output: RequestOutput) -> None:
-        deliver = self._streams[output.request_id]
+    def _tell(self, output: RequestOutput) -> None:
+        heard = _try(self._streams[output.request_id], output)
         if output.finish_reason is not None:
             del self._streams[output.request_id]
-        deliver(output)
+        elif not heard:
+            self._abort(output.request_id)
+
+
+def _try(deliver: Callable[[News], None], item: News) -> bool:
+    """Deliver, unless the client's event loop has closed: then it can't abort by itself either."""
+    try:
+        deliver(item)
+    except RuntimeError:
+        return False
+    return True

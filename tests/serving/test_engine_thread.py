@@ -103,6 +103,9 @@ class World:
             assert time.monotonic() < end, "the engine never became idle"
             time.sleep(0.001)
         self.thread.close()
+        for _ in range(2):  # an abort may have been the thread's last deed
+            self.core.step()
+        assert not self.core.busy
         self.core.check_integrity()
         self.store.check_integrity()  # no pins
         assert self.core.scheduler.pool.free == self.core.scheduler.pool.usable

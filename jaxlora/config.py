@@ -230,6 +230,6 @@ def _eos_token_ids(raw: JsonObject) -> tuple[int, ...]:
     value = raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
             raise raw.error("eos_token_id", f"wants token ids, got {token!r:.60}")
     return tuple(ids)

@@ -87,16 +87,30 @@ class JsonObject:
 
 
 def read_json_object(path: Path, error_type: type[JaxloraError]) -> JsonObject:
-    """Read a JSON object. Raises `error_type` for a missing file, bad JSON, or another value."""
+    """Read a JSON object. Raises `error_type` for a missing file, bad JSON, or another value.
+
+    Bad JSON is also a key given twice, or deep nesting.
+    """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise error_type(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of 5000 digits
+    except RecursionError as error:
+        raise error_type(f"{path}: is not JSON: nested too deep") from error
+    except ValueError as error:  # not UTF-8, not JSON, a number of 5000 digits, a key twice
         raise error_type(f"{path}: is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise error_type(f"{path}: wants a JSON object")
     return JsonObject(path, values, error_type=error_type)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {_show(twice)} is given twice")
+    return result
 
 
 def _show(key: str) -> str:

@@ -32,8 +32,10 @@ class Tokenizer:
     tokenizer.json alone says which tokens are added around a text: its config's add_bos_token and
     add_eos_token are ignored beside it, as in transformers 5.
 
-    Properties: `vocab_size` is one more than the largest token id; `eos_token_ids` ends an answer;
-    `bos_token_id`, `bos_token` and `eos_token` are None where the folder names none.
+    Properties: `vocab_size` is one more than the largest token id; `longest_token` is the most
+    characters a token stands for, None where that has no bound (a word unknown to the vocabulary);
+    `eos_token_ids` ends an answer; `bos_token_id`, `bos_token` and `eos_token` are None where the
+    folder names none.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token = _longest_token(backend.model, vocabulary)
         self._added = frozenset(added)
         special = {token_id for token_id, token in added.items() if token.special}
         empty = {token_id for token, token_id in vocabulary.items() if not token}
@@ -157,6 +160,13 @@ class Tokenizer:
     def is_byte_fallback(self, token_id: int) -> bool:
         """Whether the token stands for one byte, which the decoder reads with its neighbours."""
         return token_id in self._bytes_of
+
+
+def _longest_token(model: models.Model, vocabulary: Mapping[str, int]) -> int | None:
+    """Most characters of a text that become one token."""
+    # Bytes are spelled as characters, so a token's spelling is never shorter than what it is for.
+    spelled_out = isinstance(model, models.BPE) and (model.unk_token is None or model.byte_fallback)
+    return max(map(len, vocabulary), default=0) if spelled_out else None
 
 
 def _byte_characters() -> Iterator[tuple[str, int]]:

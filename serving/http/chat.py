@@ -46,7 +46,9 @@ async def check_chat(services: Services, fields: ChatRequest) -> Generation:
     """All that can be wrong with a request is found here, before anything runs or streams."""
     services.check_alive()
     adapter = services.catalog.resolve(fields.model, fields.adapter, fields.lora_name)
-    prompt = await chat_prompt(services.tokenizer, fields.messages, bool(fields.add_special_tokens))
+    limit = services.catalog.max_model_len
+    special = bool(fields.add_special_tokens)
+    prompt = await chat_prompt(services.tokenizer, fields.messages, special, max_model_len=limit)
     return plan(
         "chatcmpl",
         fields,
@@ -54,8 +56,9 @@ async def check_chat(services: Services, fields: ChatRequest) -> Generation:
         [prompt],
         "messages",
         _max_tokens(fields),
-        services.catalog.max_model_len,
+        limit,
         services.tokenizer.vocab_size,
+        "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
     )
 
 

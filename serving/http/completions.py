@@ -44,7 +44,8 @@ async def check_completion(services: Services, fields: CompletionRequest) -> Gen
     services.check_alive()
     adapter = services.catalog.resolve(fields.model, fields.adapter, fields.lora_name)
     special = fields.add_special_tokens is not False
-    prompts = await completion_prompts(services.tokenizer, fields.prompt, special)
+    limit = services.catalog.max_model_len
+    prompts = await completion_prompts(services.tokenizer, fields.prompt, special, limit)
     return plan(
         "cmpl",
         fields,
@@ -52,7 +53,7 @@ async def check_completion(services: Services, fields: CompletionRequest) -> Gen
         prompts,
         "prompt",
         DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens,
-        services.catalog.max_model_len,
+        limit,
         services.tokenizer.vocab_size,
     )
 

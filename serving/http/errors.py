@@ -6,6 +6,7 @@ import logging
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.engine_protocol import EngineDeadError
 from serving.errors import (
@@ -47,8 +48,35 @@ def install(app: FastAPI) -> None:
             error = _of_router(request, error)
         return error_response(as_serving_error(error))
 
-    for kind in (ServingError, EngineDeadError, HTTPException, Exception):
+    for kind in (ServingError, EngineDeadError, HTTPException):
         app.add_exception_handler(kind, answer)
+    app.add_middleware(_Surprises)
+
+
+class _Surprises:
+    """Answers an exception that no handler knows, which is logged once.
+
+    (A handler for Exception is called by Starlette's outermost layer, which raises the exception
+    again after the answer, so that the server logs it a second time.)
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if started:
+                raise
+            await error_response(as_serving_error(error))(scope, receive, send)
 
 
 def _of_router(request: Request, error: HTTPException) -> ServingError:

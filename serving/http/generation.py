@@ -68,12 +68,17 @@ def plan(
     max_tokens: int | None,
     max_model_len: int,
     vocab_size: int,
+    max_tokens_field: str = "max_tokens",
 ) -> Generation:
     """Check `fields` against the prompts and the model's limits.
 
-    `max_tokens` None gives each answer what its prompt leaves of the context. Raises
-    InvalidRequestError, or ContextLengthError with the numbers.
+    `max_tokens` None gives each answer what its prompt leaves of the context. The two `_field`s are
+    what the client calls them. Raises InvalidRequestError, or ContextLengthError with the numbers.
     """
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidRequestError(
+            f"{max_tokens_field} must be at least 1, got {max_tokens}", param=max_tokens_field
+        )
     options = decode(
         fields.stream_options or {}, StreamOptions, REFUSED_STREAM_OPTIONS, "stream_options."
     )
@@ -82,7 +87,8 @@ def plan(
     request_id = f"{id_prefix}-{uuid.uuid4().hex}"
     requests = []
     for index, prompt in enumerate(prompts):
-        limit = answer_limit(len(prompt), max_tokens, max_model_len, prompt_field)
+        field = prompt_field if max_tokens is None else max_tokens_field
+        limit = answer_limit(len(prompt), max_tokens, max_model_len, field)
         sampling = sampling_params(fields, limit, vocab_size)
         requests.append(Request(f"{request_id}-{index}", prompt, sampling, adapter))
     return Generation(
@@ -96,16 +102,17 @@ def plan(
     )
 
 
-def answer_limit(
-    prompt_tokens: int, max_tokens: int | None, max_model_len: int, prompt_field: str
-) -> int:
-    """`max_tokens`, or what is left of the context. Raises ContextLengthError where none is."""
+def answer_limit(prompt_tokens: int, max_tokens: int | None, max_model_len: int, field: str) -> int:
+    """`max_tokens`, or what is left of the context.
+
+    Raises ContextLengthError, about the request's `field`, where they don't fit.
+    """
     wanted = 1 if max_tokens is None else max_tokens
     if prompt_tokens + wanted > max_model_len:
         raise ContextLengthError(
             f"this model's context length is {max_model_len} tokens, but {prompt_tokens + wanted} "
             f"were requested: {prompt_tokens} in the prompt and {wanted} for the answer",
-            param=prompt_field if max_tokens is None else "max_tokens",
+            param=field,
         )
     return max_model_len - prompt_tokens if max_tokens is None else max_tokens
 

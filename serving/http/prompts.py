@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from serving.errors import InvalidRequestError
+from serving.errors import ContextLengthError, InvalidRequestError
 from serving.http.body import decode
 from serving.http.schemas import REFUSED_MESSAGE, Message
 from serving.http.services import Tokenizer
@@ -27,11 +27,15 @@ async def run_long(size: int, work: Callable[[], T]) -> T:
 
 
 async def completion_prompts(
-    tokenizer: Tokenizer, prompt: str | list[Any] | None, add_special_tokens: bool
+    tokenizer: Tokenizer,
+    prompt: str | list[Any] | None,
+    add_special_tokens: bool,
+    max_model_len: int,
 ) -> list[TokenIds]:
     """The prompts of a completion, in order: text, token ids, or a list of either.
 
-    Raises InvalidRequestError where one is empty, an id is out of range, or there are too many.
+    Raises InvalidRequestError where one is empty, an id is out of range, or there are too many;
+    ContextLengthError where a text can't fit `max_model_len` whatever its tokens are.
     """
     if prompt is None:
         raise InvalidRequestError("you must provide a prompt", param="prompt")
@@ -40,7 +44,7 @@ async def completion_prompts(
         raise InvalidRequestError(
             f"prompt holds {len(items)} prompts, at most {MAX_PROMPTS} are served", param="prompt"
         )
-    return [await _prompt(tokenizer, item, add_special_tokens) for item in items]
+    return [await _prompt(tokenizer, item, add_special_tokens, max_model_len) for item in items]
 
 
 async def chat_prompt(
@@ -48,11 +52,13 @@ async def chat_prompt(
     messages: list[dict[str, Any]] | None,
     add_special_tokens: bool,
     add_generation_prompt: bool = True,
+    max_model_len: int | None = None,
 ) -> TokenIds:
     """The prompt that the chat template makes of `messages`.
 
     `add_special_tokens` is off by default in the routes, as templates write their own. Raises
-    InvalidRequestError for an unknown role, content that isn't text, or what the template refuses.
+    InvalidRequestError for an unknown role, content that isn't text, or what the template refuses;
+    ContextLengthError where the text can't fit `max_model_len` whatever its tokens are.
     """
     checked = [_message(message, i) for i, message in enumerate(messages or ())]
     if not checked:
@@ -65,6 +71,7 @@ async def chat_prompt(
             raise InvalidRequestError(
                 f"the chat template refuses: {error}", param="messages"
             ) from None
+        _check_fits(text, tokenizer, max_model_len, "messages")
         return tokenizer.encode(text, add_special_tokens)
 
     ids = await run_long(sum(len(message["content"]) + 16 for message in checked), render)
@@ -94,15 +101,29 @@ def _items(prompt: str | list[Any]) -> list[str] | list[list[int]]:
 
 
 async def _prompt(
-    tokenizer: Tokenizer, item: str | list[int], add_special_tokens: bool
+    tokenizer: Tokenizer, item: str | list[int], add_special_tokens: bool, max_model_len: int
 ) -> TokenIds:
     if isinstance(item, list):
         check_ids(item, tokenizer.vocab_size, "prompt")
         return _not_empty(item, "prompt")
     ids = []
+    _check_fits(item, tokenizer, max_model_len, "prompt")
     if item:  # an empty text may not become a lone BOS
         ids = await run_long(len(item), lambda: tokenizer.encode(item, add_special_tokens))
     return _not_empty(ids, "prompt")
+
+
+def _check_fits(text: str, tokenizer: Tokenizer, max_model_len: int | None, param: str) -> None:
+    """Raise ContextLengthError where `text` is too long for any tokens: it isn't tokenized then."""
+    if max_model_len is None or tokenizer.longest_token is None:
+        return
+    least = -(-len(text) // max(tokenizer.longest_token, 1))
+    if least > max_model_len:
+        raise ContextLengthError(
+            f"this model's context length is {max_model_len} tokens, but a text of {len(text)} "
+            f"characters takes at least {least}",
+            param=param,
+        )
 
 
 def _not_empty(ids: list[int], param: str) -> TokenIds:

@@ -311,3 +311,21 @@ def test_equals_transformers_for_every_setting_of_a_folder(name, tmp_path):
     )
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     assert ours.vocab_size == len(theirs)
+
+
+def test_no_token_stands_for_more_characters_than_the_longest(smollm2):
+    assert smollm2.longest_token == 81
+    texts = ["=" * 900, " " * 900, "\n" * 900, "antidisestablishmentarianism " * 20, "日本語" * 50]
+    for name in ("byte_level", "byte_fallback", "byte_fallback_strip"):
+        tokenizer = TOKENIZERS[name]
+        for text in texts:
+            assert len(tokenizer.encode(text, False)) * tokenizer.longest_token >= len(text)
+    for text in texts:
+        assert len(smollm2.encode(text, False)) * 81 >= len(text)
+
+
+@pytest.mark.parametrize("name", ["metaspace", "wordpiece"])
+def test_an_unknown_word_of_any_length_is_one_token_so_there_is_no_longest(name):
+    tokenizer = TOKENIZERS[name]
+    assert len(tokenizer.encode("x" * 900, False)) == 1
+    assert tokenizer.longest_token is None

@@ -28,6 +28,7 @@ class ByteTokenizer:
     """A token a byte, and a BOS. "<" and ">" frame what the chat template writes."""
 
     vocab_size = 257
+    longest_token = 1
     eos_token_ids = (0,)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -14,6 +14,7 @@ from openai.types.chat import completion_create_params as chat_params
 from serving.http import schemas
 from serving.http.body import MAX_BODY_BYTES
 from serving.http.prompts import MAX_PROMPTS
+from tests.serving.http.fakes import ByteTokenizer
 
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -154,7 +155,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ({"messages": [{"role": "user", "content": "refuse me"}]}, "messages"),
         ({"prompt": "hi"}, "prompt"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
-        ({"max_completion_tokens": -4}, "max_tokens"),
+        ({"max_completion_tokens": -4}, "max_completion_tokens"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -245,6 +246,19 @@ def test_prompt_and_answer_over_the_context_is_400_with_the_numbers(call, engine
     assert engine.requests == []
     fields["max_tokens"] = 4
     assert call("POST", COMPLETIONS, json=fields).status_code == 200
+
+
+def test_a_text_too_long_for_any_tokens_is_400_without_being_tokenized(call, engine, monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "encode", None)
+    text = "x" * 100
+    for path, param, fields in (
+        (COMPLETIONS, "prompt", {"prompt": text}),
+        (CHAT, "messages", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        response = call("POST", path, json={"model": "gpt", **fields})
+        message = assert_error(response, 400, param, "context_length_exceeded")
+        assert "64" in message and "characters" in message
+    assert engine.requests == []
 
 
 def test_one_bad_prompt_of_several_keeps_all_from_running(call, engine):

@@ -104,6 +104,14 @@ def test_client_sees_an_error_in_mid_stream(client, engine):
         list(client.completions.create(**PROMPT, stream=True))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_of_ours_is_logged_once(client, engine, stream, caplog):
+    engine.fail_after = 3
+    with pytest.raises(openai.APIError, match="internal server error"):
+        list(client.completions.create(**PROMPT, stream=stream))
+    assert [record.message for record in caplog.records] == ["a request failed"]
+
+
 def test_client_with_and_without_the_key():
     with live_server(make_app(EchoEngine(), api_key="k")) as url:
         openai.OpenAI(base_url=f"{url}/v1", api_key="k").models.list()

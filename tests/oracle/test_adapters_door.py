@@ -1,7 +1,11 @@
 """The adapter door against peft itself: what peft saves and loads again is what is read here.
 
 With `--rewrite-golden` the folders that peft saved, and what it made of them, are written to
-tests/golden/adapters, where the ordinary tests find them.
+tests/golden/adapters/peft-VERSION, where the ordinary tests find them. Those of an older peft were
+made by these tests too:
+
+    pip install --no-deps --target OLD peft==0.18.1
+    PYTHONPATH=OLD pytest -m oracle tests/oracle/test_adapters_door.py --rewrite-golden
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.oracle
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "adapters"
+VERSION = tuple(int(part) for part in peft.__version__.split(".")[:2])
+GOLDEN = Path(__file__).parents[1] / "golden" / "adapters" / f"peft-{peft.__version__}"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -70,7 +75,7 @@ def module_table(model: Any) -> ModuleTable:
         for name, module in model.model.layers[0].named_modules()
         if isinstance(module, torch.nn.Linear)
     )
-    return ModuleTable(len(model.model.layers), modules)
+    return ModuleTable(len(model.model.layers), modules, vocab_size=model.config.vocab_size)
 
 
 def saved_by_peft(folder: Path, model: Any, **options: Any) -> None:
@@ -124,8 +129,12 @@ APPLIED: dict[str, dict[str, Any]] = {
     },
     "gaussian": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
     "orthogonal": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
+    "alora": {"r": 2, "target_modules": ["q_proj"], "alora_invocation_tokens": [3, 1, 3]},
     "mica": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "mica"},
 }
+
+# Options that peft had not yet before the version given.
+SINCE = {"mica": (0, 19)}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"use_dora": True}, "use_dora is True"),
@@ -136,7 +145,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lm_head": ({"target_modules": ["q_proj", "lm_head"]}, "lm_head and embeddings can't"),
     "embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, "lm_head and embeddings can't"),
     "tokens": ({"trainable_token_indices": [1, 2]}, "trainable_token_indices is"),
-    "alora": ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is [1, 2]"),
     "replication": ({"layer_replication": [[0, 3], [1, 3]]}, "layer_replication is"),
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
     "olora": ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
@@ -174,21 +182,22 @@ def assert_reads_as_peft(adapter: Adapter, expected: dict[tuple[int, str], dict[
 
 @pytest.mark.parametrize("case", APPLIED)
 def test_ranks_scales_and_factors_are_pefts(tmp_path, case, request):
+    if VERSION < SINCE.get(case, VERSION):
+        pytest.skip(f"peft {peft.__version__} has no {case}")
     saved_by_peft(tmp_path, base_model(), **APPLIED[case])
     expected = loaded_by_peft(tmp_path, base_model())
     modules = module_table(base_model())
-    assert_reads_as_peft(read(tmp_path, modules), expected)
-    if request.config.getoption("--rewrite-golden", default=False):
-        write_golden(GOLDEN / case, tmp_path, modules, expected)
+    adapter = read(tmp_path, modules)
+    assert_reads_as_peft(adapter, expected)
+    assert list(adapter.invocation_tokens) == APPLIED[case].get("alora_invocation_tokens", [])
+    if request.config.getoption("--rewrite-golden"):
+        lines = applied_lines(expected, modules) | {"invocation_tokens": adapter.invocation_tokens}
+        write_golden(GOLDEN / case, tmp_path, modules, lines)
 
 
-def write_golden(golden: Path, folder: Path, modules: ModuleTable, expected: Any) -> None:
-    golden.mkdir(parents=True, exist_ok=True)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        shutil.copyfile(folder / name, golden / name)
-    lines = {
-        "base": {module.name: [module.d_in, module.d_out] for module in modules.modules},
-        "layers": modules.num_layers,
+def applied_lines(expected: Any, modules: ModuleTable) -> dict[str, Any]:
+    """What an ordinary test expects of a folder that is applied."""
+    return {
         "modules": {
             modules.path(*site): {
                 "rank": found["rank"],
@@ -196,8 +205,19 @@ def write_golden(golden: Path, folder: Path, modules: ModuleTable, expected: Any
                 "delta_row_sums": [float(f"{x:.7g}") for x in found["delta"].sum(axis=1)],
             }
             for site, found in sorted(expected.items())
-        },
+        }
     }
+
+
+def write_golden(golden: Path, folder: Path, modules: ModuleTable, lines: dict[str, Any]) -> None:
+    golden.mkdir(parents=True, exist_ok=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copyfile(folder / name, golden / name)
+    lines = {
+        "base": {module.name: [module.d_in, module.d_out] for module in modules.modules},
+        "layers": modules.num_layers,
+        "vocab_size": modules.vocab_size,
+    } | lines
     (golden / "expected.json").write_text(json.dumps(lines, indent=1) + "\n")
 
 
@@ -212,23 +232,36 @@ def test_ranks_that_saving_reorders_are_refused_where_peft_fails_to_load(tmp_pat
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_plain_lora_is_refused_as_peft_saves_it(tmp_path, case):
+def test_what_is_not_plain_lora_is_refused_as_peft_saves_it(tmp_path, case, request):
     options, reason = REFUSED[case]
     saved_by_peft(tmp_path, base_model(), **({"r": 2, "target_modules": ["q_proj"]} | options))
+    modules = module_table(base_model())
+    assert_refused(tmp_path, modules, reason)
+    if request.config.getoption("--rewrite-golden"):
+        write_golden(GOLDEN / case, tmp_path, modules, {"refused": reason})
+
+
+def assert_refused(folder: Path, modules: ModuleTable, reason: str) -> None:
     with pytest.raises(AdapterError) as caught:
-        read(tmp_path, module_table(base_model()))
+        read(folder, modules)
     assert reason in str(caught.value) and "\n" not in str(caught.value)
 
 
+def config_class(name: str) -> Any:
+    found = getattr(peft.tuners.lora.config, name, None)
+    if found is None:
+        pytest.skip(f"peft {peft.__version__} has no {name}")
+    return found
+
+
 def test_kasa_is_refused(tmp_path):
-    config = pytest.importorskip("peft.tuners.lora.config").KasaConfig()
+    config = config_class("KasaConfig")()
     saved_by_peft(tmp_path, base_model(), r=2, target_modules=["q_proj"], kasa_config=config)
-    with pytest.raises(AdapterError, match="kasa_config is"):
-        read(tmp_path, module_table(base_model()))
+    assert_refused(tmp_path, module_table(base_model()), "kasa_config is")
 
 
 def test_velora_reads_as_plain_lora(tmp_path):
-    config = pytest.importorskip("peft.tuners.lora.config").VeloraConfig(num_groups=4)
+    config = config_class("VeloraConfig")(num_groups=4)
     options = {"r": 2, "target_modules": ["q_proj"], "velora_config": config}
     saved_by_peft(tmp_path, base_model(), **options)
     assert_reads_as_peft(
@@ -236,7 +269,7 @@ def test_velora_reads_as_plain_lora(tmp_path):
     )
 
 
-def test_expert_parameters_are_refused(tmp_path):
+def test_expert_parameters_are_refused(tmp_path, request):
     saved_by_peft(
         tmp_path,
         moe_model(),
@@ -244,8 +277,10 @@ def test_expert_parameters_are_refused(tmp_path):
         target_modules=["q_proj"],
         target_parameters=["mlp.experts.down_proj"],
     )
-    with pytest.raises(AdapterError, match="target_parameters is"):
-        read(tmp_path, module_table(moe_model()))
+    modules, reason = module_table(moe_model()), "target_parameters is"
+    assert_refused(tmp_path, modules, reason)
+    if request.config.getoption("--rewrite-golden"):
+        write_golden(GOLDEN / "expert_parameters", tmp_path, modules, {"refused": reason})
 
 
 def test_a_converted_pissa_adapter_is_plain_lora(tmp_path):

@@ -47,6 +47,12 @@ ANSWER_SECONDS = 300.0
 STOP_SECONDS = 15.0
 USER_MISTAKE = 2  # exit status, as the server's
 
+# JAX keeps compiled programs here, so that a second start is quicker. The environment's own win.
+COMPILE_CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": str(DEFAULT_OUTPUT.absolute().parent / "compiled"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
+
 _ADAPTER_FOLDER = Path(__file__).parent / "adapters"
 _SAMPLE = re.compile(r"(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+\d+)?")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -95,7 +101,7 @@ def server_command(model: Path, url: str) -> list[str]:
         folder = os.path.relpath(_ADAPTER_FOLDER / name)
         command += ["--adapter", f"{name}={folder}"]
     rows = len(PROMPTS) * (1 + len(ADAPTERS))  # every request fits into one batch
-    command += ["--max-num-seqs", str(rows), "--max-model-len", "1024"]
+    command += ["--max-num-seqs", str(rows), "--max-model-len", "1024", "--prefill-chunk", "64"]
     return [*command, "--port", url.rpartition(":")[2]]
 
 
@@ -118,7 +124,7 @@ def running_server(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     It has a process group of its own: Ctrl-C reaches us alone, and we stop it in order.
     """
     print("$ " + " ".join(["python", *command[1:]]), flush=True)
-    server = subprocess.Popen(command, process_group=0)
+    server = subprocess.Popen(command, process_group=0, env=COMPILE_CACHE | os.environ)
     try:
         yield server
     finally:

@@ -5,9 +5,10 @@ Everything a user can get wrong is checked before any model weight is read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import jax
@@ -27,6 +28,7 @@ from jaxlora.models import build
 from jaxlora.parallel.mesh import check_divisible, make_mesh, prepare_devices
 from pallas_kernels import lora
 from serving.config import EngineConfig
+from serving.core import MAX_STOP_TOKEN_IDS
 from serving.engine import EngineCore, Recorder
 from serving.kv_cache import BlockPool
 from serving.runner import Runner
@@ -38,6 +40,9 @@ from serving.tokenizer import Tokenizer
 # Share of a card's free memory that the KV pool takes when --kv-memory is auto; the rest is for
 # activations and the compiler's scratch.
 KV_SHARE = 0.85
+
+# Of sequences, adapters or ranks: more than any device serves, and arrays of that size still fit.
+MAX_COUNT = 65536
 
 DTYPES = {"float32": jnp.dtype(jnp.float32), "bfloat16": jnp.dtype(jnp.bfloat16)}
 
@@ -53,6 +58,7 @@ class Plan:
     adapters: tuple[Adapter, ...]
     pool: PoolShape | None  # None: no adapters, and nothing of their machinery runs
     shapes: StepShapes
+    kv_blocks: int | None  # None: what the device has left, known once the weights are there
     platform: str
     dtype: jnp.dtype
 
@@ -63,16 +69,18 @@ def make_plan(config: EngineConfig) -> Plan:
     _check_options(config, model)
     check_divisible(model, config.tp)
     prepare_devices(config.tp)
+    make_mesh(config.tp)  # there are as many devices
     platform = jax.default_backend()
-    if platform not in PLATFORM_DEFAULTS:
-        raise ConfigError(f"no step shapes are known for platform {platform!r}")
+    _check_platform(config, platform)
     tokenizer = _read_tokenizer(config, model)
     dtype = _choose_dtype(config, model, platform)
     modules = build(model, config.tp, dtype).modules
     adapters = _read_adapters(config, model, modules)
     pool = _pool_shape(config, adapters, modules, dtype.itemsize) if adapters else None
     shapes = StepShapes.choose(config, platform, model.max_position_embeddings)
-    return Plan(config, model, modules, tokenizer, adapters, pool, shapes, platform, dtype)
+    plan = Plan(config, model, modules, tokenizer, adapters, pool, shapes, None, platform, dtype)
+    memory = config.kv_memory or PLATFORM_DEFAULTS[platform].kv_memory
+    return dataclasses.replace(plan, kv_blocks=memory and _kv_blocks(plan, memory))
 
 
 def build_engine(plan: Plan, recorder: Recorder | None = None) -> EngineCore:
@@ -81,29 +89,33 @@ def build_engine(plan: Plan, recorder: Recorder | None = None) -> EngineCore:
     Raises JaxloraError where a weight file or the device's memory does not hold what is needed.
     """
     config, mesh = plan.config, make_mesh(plan.config.tp)
-    if config.load_format == "dummy":
-        model = dummy_model(plan.model, mesh, plan.dtype)
-    else:
-        model = load_model(config.model, plan.model, mesh, plan.dtype)
+    with _memory_holds("the weights"):
+        if config.load_format == "dummy":
+            model = dummy_model(plan.model, mesh, plan.dtype)
+        else:
+            model = load_model(config.model, plan.model, mesh, plan.dtype)
     pool = store = None
     if plan.pool is not None:
-        pool = FactorPool(plan.pool, plan.modules, mesh, plan.dtype)
-        store = AdapterStore(pool)
-        for adapter in progress(plan.adapters, "adapters"):
-            store.add(adapter)
-    blocks = _kv_blocks(plan)
-    runner = Runner(
-        plan.model,
-        model,
-        mesh,
-        plan.shapes,
-        dtype=plan.dtype,
-        kv_blocks=blocks,
-        adapters=pool,
-        kernel_backend=cast(lora.Backend | None, config.kernel_backend),  # checked in the plan
-    )
-    for compile_and_run in progress(runner.warm_ups(), "compiling"):
-        compile_and_run()
+        with _memory_holds("the adapters: lower --adapter-memory or --adapter-slots"):
+            pool = FactorPool(plan.pool, plan.modules, mesh, plan.dtype)
+            store = AdapterStore(pool)
+            for adapter in progress(plan.adapters, "adapters"):
+                store.add(adapter)
+    blocks = plan.kv_blocks or _kv_blocks(plan, int(KV_SHARE * _free_device_memory()))
+    with _memory_holds("the KV pool: lower --kv-memory"):
+        runner = Runner(
+            plan.model,
+            model,
+            mesh,
+            plan.shapes,
+            dtype=plan.dtype,
+            kv_blocks=blocks,
+            adapters=pool,
+            kernel_backend=cast(lora.Backend | None, config.kernel_backend),  # checked in the plan
+        )
+    with _memory_holds("a step: lower --kv-memory, --prefill-chunk or --max-num-seqs"):
+        for compile_and_run in progress(runner.warm_ups(), "compiling"):
+            compile_and_run()
     scheduler = Scheduler(
         BlockPool(blocks, BLOCK_SIZE),
         lanes=plan.shapes.max_num_seqs,
@@ -127,18 +139,37 @@ def progress(items: Iterable, what: str) -> tqdm:
     )
 
 
+@contextlib.contextmanager
+def _memory_holds(what: str) -> Iterator[None]:
+    """Turn an allocation that fails into a CapacityError that says for what, and what helps."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise CapacityError(f"the device's memory does not hold {what}") from error
+        raise
+
+
 def _check_options(config: EngineConfig, model: ModelConfig) -> None:
-    positive = ("tp", "max_num_seqs", "max_model_len", "prefill_chunk", "kv_memory")
-    positive += ("adapter_memory", "adapter_slots", "max_adapter_rank")
-    for name in positive:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{_flag(name)} must be at least 1, got {value}")
+    anything = ("tp", "max_model_len", "prefill_chunk", "kv_memory", "adapter_memory")
+    counts = ("max_num_seqs", "adapter_slots", "max_adapter_rank")
+    for names, most in ((anything, None), (counts, MAX_COUNT)):
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{_flag(name)} must be at least 1, got {value}")
+            if value is not None and most is not None and value > most:
+                raise ConfigError(f"{_flag(name)} must be at most {most}, got {value}")
     limit = model.max_position_embeddings
     if config.max_model_len is not None and not 2 <= config.max_model_len <= limit:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is not between 2 and {limit}, the limit of"
             f" {model.source}"
+        )
+    if len(model.eos_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise ConfigError(
+            f"{model.source}: eos_token_id: {len(model.eos_token_ids)} ids, at most"
+            f" {MAX_STOP_TOKEN_IDS} are served"
         )
     choices = {
         "dtype": ("auto", *DTYPES),
@@ -149,6 +180,13 @@ def _check_options(config: EngineConfig, model: ModelConfig) -> None:
         if getattr(config, name) not in allowed:
             names = ", ".join(str(choice) for choice in allowed if choice)
             raise ConfigError(f"{_flag(name)} {getattr(config, name)!r} is none of: {names}")
+
+
+def _check_platform(config: EngineConfig, platform: str) -> None:
+    if platform not in PLATFORM_DEFAULTS:
+        raise ConfigError(f"no step shapes are known for platform {platform!r}")
+    if config.kernel_backend == "triton" and platform != "gpu":
+        raise ConfigError(f"--kernel-backend triton needs a GPU, JAX runs on: {platform}")
 
 
 def _flag(name: str) -> str:
@@ -208,24 +246,25 @@ def _pool_shape(
     )
 
 
-def _kv_blocks(plan: Plan) -> int:
-    """Blocks of the KV pool: what the option gives, or what can be used of what there is."""
-    model, shapes = plan.model, plan.shapes
-    block_bytes = kv_block_bytes(model, BLOCK_SIZE, plan.dtype, plan.config.tp)
+def _kv_blocks(plan: Plan, memory: int) -> int:
+    """Blocks of a KV pool of `memory` bytes a device, the scrap block included.
+
+    Where the size is not the user's own choice, no more than can be used. Raises CapacityError
+    where not even one sequence fits.
+    """
+    shapes = plan.shapes
+    block_bytes = kv_block_bytes(plan.model, BLOCK_SIZE, plan.dtype, plan.config.tp)
     one_sequence = -(-shapes.max_model_len // BLOCK_SIZE)
-    given = plan.config.kv_memory
-    if given is not None:
-        usable = given // block_bytes - 1
-    else:
-        memory = PLATFORM_DEFAULTS[plan.platform].kv_memory or KV_SHARE * _free_device_memory()
-        usable = min(int(memory) // block_bytes - 1, one_sequence * shapes.max_num_seqs)
+    usable = memory // block_bytes - 1
+    if plan.config.kv_memory is None:
+        usable = min(usable, one_sequence * shapes.max_num_seqs)
     if usable < one_sequence:
         raise CapacityError(
             f"the KV pool holds {max(usable, 0) * BLOCK_SIZE} tokens, one sequence may have"
             f" {shapes.max_model_len}: raise --kv-memory to at least"
             f" {(one_sequence + 1) * block_bytes} or lower --max-model-len"
         )
-    return usable + 1  # the scrap block
+    return usable + 1
 
 
 def _free_device_memory() -> int:

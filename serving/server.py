@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging.config
 import os
 import signal
 import socket
@@ -166,4 +167,5 @@ def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
 
 
 if __name__ == "__main__":
+    logging.config.dictConfig(logging_config())  # for warnings while it loads; uvicorn's is later
     sys.exit(main())

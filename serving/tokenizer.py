@@ -202,7 +202,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a JSON file: {_one_line(error)}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object")

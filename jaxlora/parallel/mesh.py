@@ -17,15 +17,18 @@ TP_AXIS = "tp"
 def prepare_devices(tp: int) -> None:
     """Make room for `tp` ranks on a CPU. Call before anything starts a JAX backend.
 
-    XLA_FLAGS that already force a device count win; a GPU is not touched.
+    XLA_FLAGS that already force a device count win; a GPU is not touched. Raises ConfigError where
+    JAX has started with fewer.
     """
     if tp == 1 or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     try:
         compat.request_cpu_devices(tp)
     except RuntimeError:
-        if len(jax.devices()) < tp:
-            raise
+        if (count := len(jax.devices())) < tp:
+            raise ConfigError(
+                f"--tp {tp}: JAX has already started with {count} {jax.default_backend()} device(s)"
+            ) from None
 
 
 def make_mesh(tp: int) -> jax.sharding.Mesh:

@@ -7,6 +7,7 @@ only when no step in flight holds them. Every end, whatever its cause, passes `_
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from serving.output import OutputStream
 from serving.scheduler import Scheduler
 from serving.sequence import Batch, Sequence
 from serving.tokenizer import Tokenizer
+
+
+logger = logging.getLogger(__name__)
 
 
 class Pending(Protocol):
@@ -89,17 +93,13 @@ class EngineCore:
                 f"a prompt of {prompt} tokens and max_tokens {answer} don't fit a context of"
                 f" {self.max_model_len}"
             )
-        slot, key = 0, None
-        if request.adapter is not None:
-            if self.store is None:
-                raise KeyError(request.adapter.name)
-            key = request.adapter.key
-            slot = self.store.pin(key)
+        slot, key, start = self._pin(request)
         seed = request.sampling.seed
         sequence = Sequence(
             request,
-            BlockTable(self.scheduler.pool.block_size, key),
+            BlockTable(self.scheduler.pool.block_size, key, start),
             slot,
+            start,
             self._seeds.getrandbits(64) if seed is None else seed & (2**64 - 1),
         )
         self._streams[request.request_id] = OutputStream(sequence, self.tokenizer)
@@ -131,6 +131,28 @@ class EngineCore:
             live = [*self.scheduler.running, *self.scheduler.waiting]
             adapters = [s.request.adapter for s in live]
             self.store.check_integrity(a.key for a in adapters if a is not None)
+
+    def _pin(self, request: Request) -> tuple[int, str | None, int]:
+        """Hold the request's adapter; returns its slot, its key and the position it begins at.
+
+        (0, None, 0) where no token of the request runs with an adapter.
+        """
+        if request.adapter is None:
+            return 0, None, 0
+        if self.store is None:
+            raise KeyError(request.adapter.name)
+        key = request.adapter.key
+        slot = self.store.pin(key)
+        start = self.store.adapter(key).first_position(request.prompt_token_ids)
+        if start is None:
+            logger.warning(
+                "request %r: its prompt does not hold the invocation tokens of adapter %s: as in"
+                " peft, the base model answers",
+                request.request_id,
+                request.adapter.name,
+            )
+            return 0, None, 0
+        return slot, key, start
 
     def _dispatch(self, batch: Batch) -> Pending:
         for chunk in batch.prefills:

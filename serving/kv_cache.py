@@ -1,9 +1,9 @@
 """Blocks of the paged KV pool: who has which, and what each full block holds.
 
 Plain Python. Block 0 is scrap: padding writes go there, no sequence ever owns it. A full block is
-known by a hash of all tokens up to its end and of the adapter that made its KV rows, so that blocks
-of different adapters can never be taken for each other. The base model's hashes are what they would
-be without adapters.
+known by a hash of all tokens up to its end and of which of them ran with which adapter, so that
+blocks of different KV rows can never be taken for each other. The base model's hashes are what they
+would be without adapters, and so are those of the blocks before an activated LoRA begins.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ import numpy as np
 SCRAP_BLOCK = 0
 
 
-def root_hash(adapter_key: str | None) -> bytes:
-    """The hash before a sequence's first block."""
-    return b"" if adapter_key is None else bytes.fromhex(adapter_key)
+ROOT_HASH = b""  # the hash before a sequence's first block
+
+
+def adapter_hash(parent: bytes, adapter_key: str, start: int) -> bytes:
+    """What `parent` becomes for the block in which an adapter begins, at position `start`."""
+    where = start.to_bytes(8, "little")
+    return hashlib.sha256(b"adapter\0" + parent + bytes.fromhex(adapter_key) + where).digest()
 
 
 def block_hash(parent: bytes, token_ids: Tokens[int]) -> bytes:
@@ -28,13 +32,16 @@ def block_hash(parent: bytes, token_ids: Tokens[int]) -> bytes:
 
 
 class BlockTable:
-    """One sequence's blocks, in order, and the hashes of those that are full."""
+    """One sequence's blocks, in order, and the hashes of those that are full.
 
-    def __init__(self, block_size: int, adapter_key: str | None) -> None:
+    Tokens from position `adapter_start` on run with the adapter of `adapter_key` (None: none do).
+    """
+
+    def __init__(self, block_size: int, adapter_key: str | None, adapter_start: int = 0) -> None:
         self.block_size = block_size
         self.blocks: list[int] = []
         self.hashes: list[bytes] = []
-        self._root = root_hash(adapter_key)
+        self._adapter_key, self._adapter_start = adapter_key, adapter_start
 
     @property
     def capacity(self) -> int:
@@ -49,7 +56,9 @@ class BlockTable:
         """Hash the blocks that `token_ids`, the sequence's tokens with KV so far, now fill."""
         size = self.block_size
         while (done := len(self.hashes)) < len(token_ids) // size:
-            parent = self.hashes[-1] if self.hashes else self._root
+            parent = self.hashes[-1] if self.hashes else ROOT_HASH
+            if self._adapter_key is not None and done == self._adapter_start // size:
+                parent = adapter_hash(parent, self._adapter_key, self._adapter_start)
             self.hashes.append(block_hash(parent, token_ids[done * size : (done + 1) * size]))
 
 

@@ -168,8 +168,8 @@ class Runner:
         inputs.block_tables[0, :used] = blocks[:used]
         inputs.logits_rows[0] = chunk.length - 1
         slots = np.zeros(tokens, np.int32)
-        slots[: chunk.length] = sequence.slot
-        logits = self._run("prefill", inputs, slots, bool(sequence.slot))
+        slots[max(sequence.adapter_start - chunk.start, 0) : chunk.length] = sequence.slot
+        logits = self._run("prefill", inputs, slots, bool(slots.any()))
         if not chunk.last:
             return logits
         greedy = sequence.request.sampling.greedy

@@ -27,6 +27,7 @@ class Sequence:
     request: Request
     table: BlockTable
     slot: int  # the adapter's, or 0
+    adapter_start: int  # a position of the prompt: tokens from there on run with the slot
     seed: int  # of its random numbers: the request's own, or one drawn for it
     status: Status = Status.WAITING
     lane: int | None = None  # its place in the device's per-sequence state

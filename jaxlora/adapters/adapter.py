@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class Adapter:
     factors: Mapping[Site, Factors]
     base_fingerprint: str
     strength: float = 1.0
+    invocation_tokens: tuple[int, ...] = ()  # aLoRA's; empty: every token runs with the adapter
     key: str = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,13 +49,28 @@ class Adapter:
     def max_rank(self) -> int:
         return max(factors.rank for factors in self.factors.values())
 
+    def first_position(self, prompt: Sequence[int]) -> int | None:
+        """The first position of a prompt that runs with the adapter, as all after it do.
+
+        0 for plain LoRA. An activated one (aLoRA) begins where its invocation tokens stand for the
+        last time; None where they don't: then no token of the request runs with it, nor does one
+        that is generated. Source: peft 0.21, `calculate_alora_offsets`.
+        """
+        wanted = self.invocation_tokens
+        if not wanted:
+            return 0
+        for start in range(len(prompt) - len(wanted), -1, -1):
+            if prompt[start] == wanted[0] and tuple(prompt[start : start + len(wanted)]) == wanted:
+                return start
+        return None
+
 
 def identity_key(adapter: Adapter) -> str:
     """SHA-256 over all that changes the adapter's output, and nothing else (not its name or path).
 
-    Covers canonical module names, dtype, shape and bytes of every tensor, scales, the strength and
-    the base's config fingerprint, each field with its length, so that no two adapters share a
-    preimage.
+    Covers canonical module names, dtype, shape and bytes of every tensor, scales, the strength,
+    aLoRA's invocation tokens and the base's config fingerprint, each field with its length, so that
+    no two adapters share a preimage.
     """
     digest = hashlib.sha256(b"jaxlora adapter identity 1\0")
 
@@ -72,4 +88,6 @@ def identity_key(adapter: Adapter) -> str:
         for tensor in (factors.a, factors.b):
             update(json.dumps([str(tensor.dtype), list(tensor.shape)]))
             update(np.ascontiguousarray(tensor).tobytes())
+    if adapter.invocation_tokens:
+        update(json.dumps({"invocation_tokens": adapter.invocation_tokens}))
     return digest.hexdigest()

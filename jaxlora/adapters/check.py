@@ -70,6 +70,7 @@ def check(folder: Path, base: Base, tp: int, max_rank: int | None = None) -> dic
     return report | {
         "key": adapter.key,
         "max_rank": adapter.max_rank,
+        "invocation_tokens": list(adapter.invocation_tokens),
         "bytes_per_rank": bytes_per_rank(adapter, base.modules, tp),
         "modules": [
             {
@@ -132,6 +133,8 @@ def _as_text(report: dict[str, Any]) -> str:
         f"  bytes a rank  {sizes}",
         f"  modules       {len(report['modules'])}, rank up to {report['max_rank']}",
     ]
+    if report["invocation_tokens"]:
+        lines.append(f"  begins at     tokens {report['invocation_tokens']}")
     lines += [
         f"  {module['path']:<40} rank {module['rank']:<4} scale {module['scale']:<10.6g} "
         f"{module['dtype']}"

@@ -42,11 +42,16 @@ class AdaptableModule:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleTable:
-    """Every adaptable module of a model. A module's index in `modules` is its *kind*."""
+    """Every adaptable module of a model. A module's index in `modules` is its *kind*.
+
+    `vocab_size` is the number of tokens the model embeds: a token that an adapter's config names is
+    one of them.
+    """
 
     num_layers: int
     modules: tuple[AdaptableModule, ...]
     layer_prefix: str = "model.layers"
+    vocab_size: int = dataclasses.field(kw_only=True)
 
     @functools.cached_property
     def kinds(self) -> dict[str, int]:

@@ -58,6 +58,7 @@ def read_adapter(
     weights = parse_tensor_file(files.read(WEIGHTS_NAME), str(folder / WEIGHTS_NAME))
     check_manifests(files, weights, base_fingerprint)
 
+    _check_tokens(config, modules)
     pairs = _pair_tensors(weights, modules)
     _check_targets(pairs, config, modules, weights.where)
     factors = {
@@ -66,7 +67,14 @@ def read_adapter(
     }
     _refuse_no_effect(factors.values(), strength, weights.where)
     _warn_of_other_base(config, base_name)
-    return Adapter(name, str(folder), MappingProxyType(factors), base_fingerprint, strength)
+    return Adapter(
+        name,
+        str(folder),
+        MappingProxyType(factors),
+        base_fingerprint,
+        strength,
+        config.invocation_tokens,
+    )
 
 
 def _refuse_missing_files(files: AdapterFolder) -> None:
@@ -106,6 +114,14 @@ def _pair_tensors(weights: TensorFile, modules: ModuleTable) -> dict[Site, _Pair
                 f"{weights.where}: {factor.path} has lora_{side} and no lora_{missing}"
             )
     return pairs
+
+
+def _check_tokens(config: PeftConfig, modules: ModuleTable) -> None:
+    if (token := max(config.invocation_tokens, default=0)) >= modules.vocab_size:
+        raise AdapterError(
+            f"{config.where}: alora_invocation_tokens has token {token}; this base has tokens 0 to "
+            f"{modules.vocab_size - 1}: an adapter of another base"
+        )
 
 
 def _check_targets(

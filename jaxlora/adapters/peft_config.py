@@ -26,7 +26,7 @@ _MLX_KEYS = {"fine_tune_type", "lora_parameters", "lora_layers"}
 
 @dataclasses.dataclass(frozen=True)
 class PeftConfig:
-    """A plain LoRA config, every key of which was applied, checked, or found not to matter."""
+    """A LoRA config, every key of which was applied, checked, or found not to matter."""
 
     where: str
     rank: int
@@ -37,6 +37,7 @@ class PeftConfig:
     targets: Targets
     layers: tuple[int, ...]  # layers_to_transform
     base_name: str | None
+    invocation_tokens: tuple[int, ...]  # aLoRA's; empty where it is plain LoRA
 
     def rank_of(self, path: str) -> int:
         """The rank of the module at `path` (as trained, without "base_model.model.")."""
@@ -56,6 +57,7 @@ def parse_peft_config(data: bytes, where: str) -> PeftConfig:
     for key in ("r", "lora_alpha", "target_modules"):
         if key not in config:
             raise AdapterError(f"{where}: {key} is missing")
+    _refuse_never_active(config, where)
     budget = Budget()
     layers = config.get("layers_to_transform")
     return PeftConfig(
@@ -68,6 +70,7 @@ def parse_peft_config(data: bytes, where: str) -> PeftConfig:
         targets=parse_targets(config, where, budget),
         layers=() if layers is None else (layers,) if isinstance(layers, int) else tuple(layers),
         base_name=config.get("base_model_name_or_path"),
+        invocation_tokens=tuple(config.get("alora_invocation_tokens") or ()),
     )
 
 
@@ -95,6 +98,16 @@ def _refuse_other_formats(config: dict[str, Any], where: str) -> None:
             "(transpose A and B, lora_alpha = scale * rank)"
         )
     raise AdapterError(f"{where}: no peft_type: not the config of a PEFT adapter")
+
+
+def _refuse_never_active(config: dict[str, Any], where: str) -> None:
+    # Only peft's PeftModelForCausalLM looks for the tokens; its other classes answer as the base.
+    task = config.get("task_type")
+    if config.get("alora_invocation_tokens") and task != "CAUSAL_LM":
+        raise AdapterError(
+            f"{where}: alora_invocation_tokens with task_type {show(task)}: peft activates such an "
+            "adapter for CAUSAL_LM only: if it was trained for that, write it there"
+        )
 
 
 def _checked_rank(value: Any, where: str, name: str) -> int:

@@ -55,6 +55,10 @@ class AdapterStore:
             self._by_key[adapter.key] = _Resident(adapter, self._loader.load(adapter))
         self._key_of[adapter.name] = adapter.key
 
+    def adapter(self, key: str) -> Adapter:
+        """The resident adapter of an identity key. Raises KeyError for an unknown key."""
+        return self._by_key[key].adapter
+
     def pin(self, key: str) -> int:
         """Hold an adapter for one request; returns its slot. Raises KeyError for an unknown key."""
         resident = self._by_key[key]

@@ -84,6 +84,10 @@ def _is_layers(value: Any) -> bool:
     return _is_int(value) or (isinstance(value, list) and all(_is_int(item) for item in value))
 
 
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(_is_int(t) and t >= 0 for t in value)
+
+
 def _optional(matches: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or matches(value)
 
@@ -153,6 +157,9 @@ CONFIG_ROWS = (
             "which layers"),
     _config("layers_pattern", "string, list", _optional(_is_names), _APPLIED,
             "the name that the layer's number follows"),
+    _config("alora_invocation_tokens", "null", _one_of(None), _IGNORED, "not used"),
+    _config("alora_invocation_tokens", "list of token ids", _is_tokens, _APPLIED,
+            "activated LoRA: begins where these tokens stand in the prompt for the last time"),
     _config("base_model_name_or_path", "string", _is_text, _CHECKED,
             "a warning where it is not the served model's name; modules and widths decide"),
     _config("auto_mapping", "object", _is_object, _IGNORED, _METADATA),
@@ -186,23 +193,22 @@ CONFIG_ROWS = (
             "plain base: train it again without"),
     _config("bias", '"none"', _one_of("none"), _IGNORED, "no biases were trained"),
     _config("bias", '"all", "lora_only"', _one_of("all", "lora_only"), _REFUSED,
-            'trained biases replace the base\'s, which is not served: train with bias="none"'),
+            'trained biases replace the base\'s, which is not served: train with bias="none", or '
+            "merge"),
     *_unserved("modules_to_save", (None, []), "list",
                "full weights that replace the base's are not served: train without, or merge"),
     *_unserved("use_dora", (None, False), "true",
                "DoRA rescales whole rows of the base's weight, which is not served: train without, "
                "or merge"),
     *_unserved("lora_bias", (None, False), "true",
-               "a bias of B is not served: train with lora_bias=False"),
+               "a bias of B is not served: train with lora_bias=False, or merge"),
     *_unserved("trainable_token_indices", (None,), "list, object",
                "replaced embedding rows are not served: train without, or merge"),
     *_unserved("target_parameters", (None, []), "list",
-               "factors of expert parameters are not served: train with target_modules alone"),
+               "factors of expert parameters are not served: train with target_modules alone, "
+               "or merge"),
     *_unserved("layer_replication", (None, []), "list",
                "the adapter is for a deeper model made of repeated layers: serve that one, merged"),
-    *_unserved("alora_invocation_tokens", (None,), "list",
-               "activated LoRA begins at its invocation tokens, which is not served, and as plain "
-               "LoRA it would be wrong: train without"),
     *_unserved("use_qalora", (None, False), "true",
                "QALoRA pools the input of A by groups, which is not served: train without"),
     *_unserved("use_bdlora", (None, False), "object",
@@ -210,7 +216,8 @@ CONFIG_ROWS = (
     *_unserved("arrow_config", (None,), "object",
                "Arrow routes between several adapters, which is not served: serve one of them"),
     *_unserved("kasa_config", (None,), "object",
-               "KaSA truncates the base weights, so the factors are wrong on the plain base"),
+               "KaSA truncates the base weights, so the factors are wrong on the plain base: "
+               "merge"),
     *_unserved("monteclora_config", (None,), "object",
                "sampled factors are not served: train without"),
 )
@@ -218,22 +225,24 @@ CONFIG_ROWS = (
 # The first row whose pattern is found in the tensor's key is the one; none: refused as unknown.
 TENSOR_ROWS = (
     _tensor("...lora_embedding_A, ...lora_embedding_B", r"\.lora_embedding_[AB]\b", _REFUSED,
-            "LoRA of embeddings is not served: train without embed_tokens in target_modules"),
+            "LoRA of embeddings is not served: train without embed_tokens in target_modules, or "
+            "merge"),
     _tensor("...token_adapter...", r"\.token_adapter\.|trainable_tokens_", _REFUSED,
-            "replaced embedding rows are not served: train without trainable_token_indices"),
+            "replaced embedding rows are not served: train without trainable_token_indices, or "
+            "merge"),
     _tensor("lm_head..., ...embed_tokens...", r"(^|\.)(lm_head|embed_tokens)\.", _REFUSED,
             "lm_head and embeddings can't be adapted here: train without them in target_modules "
-            "and modules_to_save"),
+            "and modules_to_save, or merge"),
     _tensor("...lora_magnitude_vector", r"\.lora_magnitude_vector\b", _REFUSED,
             "DoRA is not served: train without use_dora, or merge"),
     _tensor("...lora_B.bias", r"\.lora_[AB]\.(\w+\.)?bias$", _REFUSED,
-            "a bias of B is not served: train with lora_bias=False"),
+            "a bias of B is not served: train with lora_bias=False, or merge"),
     _tensor("...lora_diag", r"\.lora_diag\b", _REFUSED,
             "KaSA truncates the base weights, so the factors are wrong on the plain base: merge"),
     _tensor("...lora_velora_embed", r"\.lora_velora_embed(\.default)?$", _IGNORED,
             "of VeLoRA, for training only"),
     _tensor("...experts...lora_A", r"\.experts\..*lora_[AB]\b", _REFUSED,
-            "factors of routed experts are not served"),
+            "factors of routed experts are not served: train without them, or merge"),
     _tensor("MODULE.lora_A.weight, MODULE.lora_B.weight", r"\.lora_[AB](\.default)?\.weight$",
             _APPLIED, "[rank, d_in] and [d_out, rank] in F32, F16 or BF16; spellings below"),
     _tensor("MODULE.lora_A.NAME.weight", r"\.lora_[AB]\.\w+\.weight$", _REFUSED,
@@ -243,7 +252,8 @@ TENSOR_ROWS = (
     _tensor("...lora_down.weight, ...lora_up.weight", r"lora_(down|up)\b", _REFUSED,
             "factors in kohya's format: convert them to PEFT"),
     _tensor("...bias", r"\.bias$", _REFUSED,
-            'trained biases replace the base\'s, which is not served: train with bias="none"'),
+            'trained biases replace the base\'s, which is not served: train with bias="none", or '
+            "merge"),
     _tensor("...weight", r"\.weight$", _REFUSED,
             "a full weight that replaces the base's is not served: train without "
             "modules_to_save, or merge"),

@@ -59,7 +59,9 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, tp: int, dtype: DTypeLike) -> None:
         self.config = config
         self.modules = ModuleTable(
-            config.num_layers, attention_modules(config) + mlp_modules(config)
+            config.num_layers,
+            attention_modules(config) + mlp_modules(config),
+            vocab_size=config.vocab_size,
         )
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embedding = VocabTable("model.embed_tokens", vocab, hidden, tp, dtype)

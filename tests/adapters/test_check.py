@@ -121,7 +121,7 @@ def test_a_model_folder_that_is_not_there_has_status_2(tmp_path, good, capsys):
 def test_bytes_are_of_the_true_rank_and_modules(tmp_path):
     q = AdaptableModule("self_attn.q_proj", 64, 128, ParallelKind.COLUMN)
     o = AdaptableModule("self_attn.o_proj", 128, 64, ParallelKind.ROW)
-    modules = ModuleTable(2, (q, o))
+    modules = ModuleTable(2, (q, o), vocab_size=1)
     tensors = random_factors(modules, ["self_attn.q_proj"], rank=5)
     folder = write_adapter(tmp_path, tensors, r=5, target_modules=["q_proj"])
     adapter = read(folder, modules)

@@ -4,34 +4,54 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxlora.adapters.modules import AdaptableModule, ModuleTable, ParallelKind
+from jaxlora.errors import AdapterError
 from tests.support.peft_folders import read
 from tests.tolerances import PEFT_DELTA_RTOL
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "adapters"
-FOLDERS = sorted(path.parent for path in GOLDEN.glob("*/expected.json"))
+EXPECTED = {
+    path.parent.relative_to(GOLDEN).as_posix(): json.loads(path.read_text())
+    for path in sorted(GOLDEN.glob("*/*/expected.json"))
+}
+APPLIED = [name for name, expected in EXPECTED.items() if "refused" not in expected]
+REFUSED = [name for name, expected in EXPECTED.items() if "refused" in expected]
 
 
-def test_there_are_golden_folders():
-    assert len(FOLDERS) >= 10
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_folder_saved_by_peft_reads_as_in_peft(folder):
-    expected = json.loads((folder / "expected.json").read_text())
-    modules = ModuleTable(
+def base(expected: dict[str, Any]) -> ModuleTable:
+    return ModuleTable(
         expected["layers"],
         tuple(
             AdaptableModule(name, d_in, d_out, ParallelKind.COLUMN)
             for name, (d_in, d_out) in expected["base"].items()
         ),
+        vocab_size=expected["vocab_size"],
     )
-    adapter = read(folder, modules)
+
+
+@pytest.mark.parametrize("version", ["peft-0.18.1", "peft-0.21.2"])
+def test_each_peft_has_golden_folders(version):
+    for names in (APPLIED, REFUSED):
+        assert len([name for name in names if name.startswith(f"{version}/")]) >= 10
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_folder_is_of_the_peft_that_it_lies_under(name):
+    config = json.loads((GOLDEN / name / "adapter_config.json").read_text())
+    assert f"peft-{config['peft_version']}" == name.partition("/")[0]
+
+
+@pytest.mark.parametrize("name", APPLIED)
+def test_a_folder_saved_by_peft_reads_as_in_peft(name):
+    expected, modules = EXPECTED[name], base(EXPECTED[name])
+    adapter = read(GOLDEN / name, modules)
+    assert list(adapter.invocation_tokens) == expected["invocation_tokens"]
     assert {modules.path(*site) for site in adapter.factors} == set(expected["modules"])
     for site, factors in adapter.factors.items():
         module = expected["modules"][modules.path(*site)]
@@ -40,3 +60,11 @@ def test_a_folder_saved_by_peft_reads_as_in_peft(folder):
         sums = factors.scale * (factors.b.astype(np.float64) @ factors.a.astype(np.float64)).sum(1)
         error = np.abs(sums - module["delta_row_sums"]) / terms.sum(1)
         assert error.max() <= PEFT_DELTA_RTOL
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_folder_that_is_not_applied_is_refused_by_name(name):
+    expected = EXPECTED[name]
+    with pytest.raises(AdapterError) as caught:
+        read(GOLDEN / name, base(expected))
+    assert expected["refused"] in str(caught.value) and "\n" not in str(caught.value)

@@ -128,7 +128,7 @@ def test_a_wrapped_base_layer_is_the_module_itself(tmp_path):
 
 def test_an_alias_is_the_module_and_is_what_the_config_targets(tmp_path):
     q = AdaptableModule("self_attn.q_proj", 6, 7, ParallelKind.COLUMN, ("attention.query",))
-    modules = ModuleTable(2, (q,))
+    modules = ModuleTable(2, (q,), vocab_size=1)
     plain = random_factors(modules, ["self_attn.q_proj"])
     renamed = {k.replace("self_attn.q_proj", "attention.query"): v for k, v in plain.items()}
     one = read(write_adapter(tmp_path / "a", plain, target_modules=["q_proj"]), modules)

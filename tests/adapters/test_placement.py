@@ -20,7 +20,7 @@ def test_row_width_divides_the_cut_widths_where_that_is_not_tiny(widths, tp, exp
         AdaptableModule(f"m{i}", widths[0], width, ParallelKind.COLUMN)
         for i, width in enumerate(widths)
     )
-    assert row_width(ModuleTable(1, modules), tp) == expected
+    assert row_width(ModuleTable(1, modules, vocab_size=1), tp) == expected
 
 
 @pytest.mark.parametrize("kind", ParallelKind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from tests.support.fake_device import FakeDevice, FakeTokenizer, solo_answer
 
 
 BLOCK, VOCAB = 4, 50
+INVOCATION = (1, 2)  # of the activated adapter "later"
 
 
 class Recorder:
@@ -32,14 +35,15 @@ class Recorder:
 
 
 class Harness:
-    """An engine with two adapters, and what each of its requests has been sent."""
+    """An engine with adapters, one of them activated, and what each request has been sent."""
 
     def __init__(self, *, blocks=40, lanes=4, budget=8, max_model_len=64, eos=()):
         self.device = FakeDevice(block_size=BLOCK, vocab=VOCAB)
         self.store = AdapterStore(CountingLoader())
         self.slots = {None: 0}
-        for index, name in enumerate(("a", "b")):
-            self.store.add(tiny_adapter(name, seed=index))
+        for index, name in enumerate(("a", "b", "later")):
+            tokens = INVOCATION if name == "later" else ()
+            self.store.add(tiny_adapter(name, seed=index, invocation_tokens=tokens))
             key = self.store.keys[name]
             self.slots[name] = self.store.pin(key)
             self.store.unpin(key)
@@ -60,6 +64,14 @@ class Harness:
         reference = AdapterReference(adapter, self.store.keys[adapter]) if adapter else None
         self.engine.add(Request(request_id, tuple(prompt), SamplingParams(**sampling), reference))
         self.tokens[request_id], self.text[request_id] = [], ""
+
+    def solo(self, prompt, adapter, length):
+        """What a request alone would get."""
+        slot, start = self.slots[adapter], 0
+        if adapter == "later":
+            starts = [i for i in range(len(prompt)) if (*prompt[i : i + 2],) == INVOCATION]
+            slot, start = (slot, starts[-1]) if starts else (0, 0)
+        return solo_answer(prompt, slot, VOCAB, length, start=start)
 
     def step(self):
         for output in self.engine.step():
@@ -182,6 +194,62 @@ def test_two_requests_may_not_share_an_id():
         harness.add("r", [2])
 
 
+def test_an_activated_adapter_begins_where_its_tokens_stand_last():
+    prompts = {
+        "first": [1, 2, 3],
+        "middle": [9, 1, 2, 9, 9, 1, 2, 8, 8],
+        "end": [4, 5, 6, 7, 8, 1, 2],
+        "twice_one": [1, 1, 2, 1],
+    }
+    harness = Harness(budget=5)
+    for request_id, prompt in prompts.items():
+        harness.add(request_id, prompt, "later", max_tokens=6)
+    harness.run()
+    starts = {"first": 0, "middle": 5, "end": 5, "twice_one": 1}
+    for request_id, prompt in prompts.items():
+        expected = solo_answer(prompt, harness.slots["later"], VOCAB, 6, start=starts[request_id])
+        assert harness.tokens[request_id] == expected
+
+
+def test_without_its_tokens_the_base_answers_as_in_peft_and_the_log_says_so(caplog):
+    """Tokens that are generated don't activate it either, though they be those."""
+    for prompt in ([3, 1, 3, 2], [1], [2, 1]):
+        harness = Harness()
+        with caplog.at_level(logging.WARNING, logger="serving.engine"):
+            harness.add("r", prompt, "later", max_tokens=40)
+        assert "'r': its prompt does not hold the invocation tokens of adapter later" in caplog.text
+        caplog.clear()
+        harness.run()
+        assert harness.tokens["r"] == solo_answer(prompt, 0, VOCAB, 40)
+        assert harness.recorder.requests[0].adapter == "later"
+
+
+def test_preemption_begins_an_activated_adapter_where_it_began_before():
+    harness = Harness(blocks=12, lanes=4, max_model_len=40)
+    for index in range(6):
+        harness.add(
+            f"r{index}", [index, 9, 1, 2, 5], ["later", "a", None][index % 3], max_tokens=20
+        )
+    harness.run()
+    assert harness.recorder.preemptions > 0
+    for index in range(6):
+        expected = harness.solo([index, 9, 1, 2, 5], ["later", "a", None][index % 3], 20)
+        assert harness.tokens[f"r{index}"] == expected
+
+
+def test_blocks_before_an_activated_adapter_begins_are_known_as_the_bases():
+    hashes = {}
+    for adapter in (None, "later"):
+        harness = Harness(budget=32)
+        harness.add("r", [5, 6, 7, 8, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7], adapter, max_tokens=5)
+        harness.step()
+        harness.step()
+        hashes[adapter] = harness.engine.scheduler.running[0].table.hashes[:]
+    assert len(hashes[None]) == 4
+    shared = [one == other for one, other in zip(hashes[None], hashes["later"], strict=True)]
+    assert shared == [True, True, False, False]
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Requests come, end and are aborted at any moment in a small pool: answers stay right."""
 
@@ -192,8 +260,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
 
     @rule(
-        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14),
-        adapter=st.sampled_from([None, "a", "b"]),
+        prompt=st.lists(
+            st.integers(0, VOCAB - 1) | st.sampled_from(INVOCATION), min_size=1, max_size=14
+        ),
+        adapter=st.sampled_from([None, "a", "b", "later"]),
         max_tokens=st.integers(1, 16),
     )
     def add(self, prompt, adapter, max_tokens):
@@ -216,7 +286,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def answers_are_prefixes_of_solo_answers(self):
         for request_id, (prompt, adapter, max_tokens) in self.asked.items():
-            expected = solo_answer(prompt, self.harness.slots[adapter], VOCAB, max_tokens)
+            expected = self.harness.solo(prompt, adapter, max_tokens)
             tokens = self.harness.tokens[request_id]
             assert tokens == expected[: len(tokens)]
 

@@ -13,8 +13,8 @@ from serving.kv_cache import SCRAP_BLOCK, BlockPool, BlockTable
 KEY_A, KEY_B = "aa" * 32, "bb" * 32
 
 
-def hashes(tokens: list[int], key: str | None, *, steps: int = 1) -> list[bytes]:
-    table = BlockTable(4, key)
+def hashes(tokens: list[int], key: str | None, *, start: int = 0, steps: int = 1) -> list[bytes]:
+    table = BlockTable(4, key, start)
     for end in range(0, len(tokens) + 1, steps):
         table.record_full(tokens[:end])
     table.record_full(tokens)
@@ -34,6 +34,25 @@ def test_hashes_depend_on_the_adapter_and_on_all_tokens_before():
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 5))
 def test_hashes_do_not_depend_on_how_the_tokens_came(tokens, steps):
     assert hashes(tokens, KEY_A, steps=steps) == hashes(tokens, KEY_A)
+
+
+_RUNS = st.tuples(
+    st.lists(st.integers(0, 1), max_size=9),
+    st.sampled_from([None, KEY_A, KEY_B]),
+    st.integers(0, 8),
+)
+
+
+@given(_RUNS, _RUNS)
+def test_a_block_is_known_by_its_tokens_and_by_which_ran_with_which_adapter(one, other):
+    made = []
+    for tokens, key, start in (one, other):
+        rows = [(token, key if i >= start else None) for i, token in enumerate(tokens)]
+        made.append((rows, hashes(tokens, key, start=start)))
+    (rows, one_hashes), (other_rows, other_hashes) = made
+    for block, (left, right) in enumerate(zip(one_hashes, other_hashes, strict=False)):
+        end = 4 * (block + 1)
+        assert (left == right) == (rows[:end] == other_rows[:end])
 
 
 def test_a_pool_needs_a_block_beside_the_scrap_block():

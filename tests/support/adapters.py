@@ -15,6 +15,7 @@ TINY_MODULES = ModuleTable(
         AdaptableModule("self_attn.q_proj", 48, 64, ParallelKind.COLUMN),
         AdaptableModule("self_attn.o_proj", 64, 48, ParallelKind.ROW),
     ),
+    vocab_size=50,
 )
 
 
@@ -27,6 +28,7 @@ def tiny_adapter(
     modules: ModuleTable = TINY_MODULES,
     dtype: str = "float32",
     size: float = 1.0,
+    invocation_tokens: tuple[int, ...] = (),
 ) -> Adapter:
     """Random factors, of standard deviation `size`, on every module of every layer."""
     rng = np.random.default_rng(seed)
@@ -39,7 +41,7 @@ def tiny_adapter(
         for layer in range(modules.num_layers)
         for module in modules.modules
     }
-    return Adapter(name, f"adapters/{name}", factors, "tiny", strength)
+    return Adapter(name, f"adapters/{name}", factors, "tiny", strength, invocation_tokens)
 
 
 class CountingLoader:

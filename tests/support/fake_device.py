@@ -1,7 +1,8 @@
 """A runner without a model: it keeps KV by block as a device would, so lost or shared blocks show.
 
-The next token is a hash of all tokens the sequence's block table leads to, and of its slot. It is
-computed at dispatch, as on a device's stream; `tokens()` may be read later.
+The next token is a hash of all tokens the sequence's block table leads to, and of the slot that
+each of them ran with. It is computed at dispatch, as on a device's stream; `tokens()` may be read
+later.
 """
 
 from __future__ import annotations
@@ -15,17 +16,24 @@ from serving.kv_cache import SCRAP_BLOCK
 from serving.sequence import Batch, Sequence
 
 
-def next_token(tokens: list[int], slot: int, vocab: int) -> int:
-    """What the fake model says after `tokens`; the oracle computes it without any engine."""
-    digest = hashlib.sha256(np.asarray([slot, *tokens], "<i8").tobytes()).digest()
+def next_token(rows: list[tuple[int, int]], vocab: int) -> int:
+    """What the fake model says after (token, slot) rows; the oracle needs no engine for it."""
+    digest = hashlib.sha256(np.asarray(rows, "<i8").tobytes()).digest()
     return int.from_bytes(digest[:4], "little") % vocab
 
 
-def solo_answer(prompt: list[int], slot: int, vocab: int, length: int) -> list[int]:
-    tokens = list(prompt)
+def solo_answer(
+    prompt: list[int], slot: int, vocab: int, length: int, *, start: int = 0
+) -> list[int]:
+    """The answer to a prompt whose tokens from `start` on run with `slot`, as generated ones do."""
+    rows = [(token, slot if i >= start else 0) for i, token in enumerate(prompt)]
     for _ in range(length):
-        tokens.append(next_token(tokens, slot, vocab))
-    return tokens[len(prompt) :]
+        rows.append((next_token(rows, vocab), slot))
+    return [token for token, _ in rows[len(prompt) :]]
+
+
+def slot_at(sequence: Sequence, position: int) -> int:
+    return sequence.slot if position >= sequence.adapter_start else 0
 
 
 @dataclasses.dataclass
@@ -74,12 +82,13 @@ class FakeDevice:
 
     def _write(self, sequence: Sequence, position: int, token: int) -> None:
         assert token >= 0, "a lane's token is read before it is written"
-        self.kv[self._index(sequence, position)] = (token, sequence.slot)
+        self.kv[self._index(sequence, position)] = (token, slot_at(sequence, position))
 
     def _sample(self, sequence: Sequence, length: int) -> int:
         rows = [self.kv[self._index(sequence, position)] for position in range(length)]
-        assert all(slot == sequence.slot for _, slot in rows), "KV made by another adapter"
-        token = next_token([token for token, _ in rows], sequence.slot, self.vocab)
+        for position, (_, slot) in enumerate(rows):
+            assert slot == slot_at(sequence, position), "KV made by another adapter"
+        token = next_token(rows, self.vocab)
         assert sequence.lane is not None
         self.last_token[sequence.lane] = token
         return token

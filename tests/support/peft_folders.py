@@ -16,6 +16,7 @@ from jaxlora.adapters.peft import read_adapter
 
 
 FINGERPRINT = "ab" * 32
+VOCAB_SIZE = 100
 
 _DTYPE_NAMES = {
     np.dtype("float64"): "F64",
@@ -37,6 +38,7 @@ def table(
             for i, name in enumerate(names)
         ),
         prefix,
+        vocab_size=VOCAB_SIZE,
     )
 
 

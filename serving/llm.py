@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from serving.build import build_engine, make_plan
 from serving.config import AdapterSource, EngineConfig
-from serving.core import AdapterReference, FinishReason, Request, SamplingParams
+from serving.core import (
+    AdapterReference,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
+from serving.engine_protocol import EngineDeadError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +52,7 @@ class LLM:
         self.engine = build_engine(self._plan)
         self.tokenizer = self._plan.tokenizer
         self._next_id = 0
+        self._failure: str | None = None
 
     def generate(
         self,
@@ -54,7 +65,10 @@ class LLM:
 
         `adapter` is one name for all prompts, or one a prompt; None is the base model. Raises
         ValueError for a prompt that doesn't fit, KeyError for an unknown adapter; then none runs.
+        Ctrl-C ends all of them after the step in progress.
         """
+        if isinstance(prompts, str):
+            raise TypeError("prompts: wanted a list of prompts, got one text")
         sampling = sampling or SamplingParams()
         names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else adapter
         requests = [
@@ -94,25 +108,52 @@ class LLM:
         return Request(f"llm-{self._next_id}", tuple(tokens), sampling, reference)
 
     def _run(self, requests: list[Request]) -> list[Completion]:
-        added: list[Request] = []
-        try:
+        texts = {request.request_id: "" for request in requests}
+        tokens: dict[str, tuple[int, ...]] = {request.request_id: () for request in requests}
+        reasons: dict[str, FinishReason] = {}
+        with _interrupts_held() as interrupted, self._aborted_unless_finished(requests):
             for request in requests:
                 self.engine.add(request)
-                added.append(request)
-            texts = {request.request_id: "" for request in requests}
-            tokens: dict[str, tuple[int, ...]] = {request.request_id: () for request in requests}
-            reasons: dict[str, FinishReason] = {}
             while self.engine.busy:
-                for output in self.engine.step():
+                for output in self._step():
                     texts[output.request_id] += output.text
                     tokens[output.request_id] += output.token_ids
                     if output.finish_reason is not None:
                         reasons[output.request_id] = output.finish_reason
-        except BaseException:
-            for request in added:
-                self.engine.abort(request.request_id)
-            while self.engine.busy:
-                self.engine.step()
-            raise
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
         ids = [request.request_id for request in requests]
         return [Completion(texts[i], tokens[i], reasons[i]) for i in ids]
+
+    def _step(self) -> list[RequestOutput]:
+        try:
+            return self.engine.step()
+        except Exception as error:
+            self._failure = f"a step has failed, this LLM has ended: {error}"
+            raise
+
+    @contextlib.contextmanager
+    def _aborted_unless_finished(self, requests: list[Request]) -> Iterator[None]:
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
+        try:
+            yield
+        finally:  # an id that is finished, or was never added, is no error
+            for request in requests:
+                self.engine.abort(request.request_id)
+            while self._failure is None and self.engine.busy:
+                self._step()
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[threading.Event]:
+    """Turn Ctrl-C into an event: a step that is cut short would lose what it has dispatched."""
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted  # Ctrl-C never reaches another thread
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)

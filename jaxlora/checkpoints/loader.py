@@ -112,9 +112,9 @@ def _read_parameter(
 ) -> Array:
     sharding = NamedSharding(mesh, spec.partition)
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
         rank = 0
-        if spec.cut is not None:
+        if spec.cut is not None and index is not None:
             rank = (index[spec.cut].start or 0) * spec.tp // spec.shape[spec.cut]
         parts = [
             _cut(stored[piece.name].array(), spec, piece, rank, dtype) for piece in spec.pieces
@@ -142,13 +142,16 @@ def _cut(
 
 
 def _dummy_parameter(seed: int, spec: WeightSpec, mesh: Mesh, dtype: DTypeLike) -> Array:
+    make = _ones if spec.init == "ones" else _normal
     sharding = NamedSharding(mesh, spec.partition)
-    if spec.init == "ones":
-        return jax.jit(lambda: jnp.ones(spec.shape, dtype), out_shardings=sharding)()
-    scale = spec.shape[-1] ** -0.5
-    make = jax.jit(_normal, static_argnums=(1, 2), out_shardings=sharding)
-    return make(jnp.uint32(seed), spec.shape, np.dtype(dtype)) * jnp.asarray(scale, dtype)
+    program = jax.jit(make, static_argnums=(1, 2), out_shardings=sharding)
+    return program(jnp.uint32(seed), spec.shape, np.dtype(dtype))
 
 
 def _normal(seed: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    scale = jnp.asarray(shape[-1] ** -0.5, dtype)
+    return jax.random.normal(jax.random.key(seed), shape, dtype) * scale
+
+
+def _ones(seed: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    return jnp.ones(shape, dtype)

@@ -40,7 +40,7 @@ class WeightSpec:
     pieces: tuple[Piece, ...]
     cut: int | None
     tp: int
-    init: str = "normal"  # of dummy weights: "normal", "ones" or "zeros"
+    init: str = "normal"  # of dummy weights: "normal" or "ones"
 
     def local_shape(self, piece: Piece) -> tuple[int, ...]:
         """The shape of one rank's cut of a piece, padding included."""

@@ -72,17 +72,19 @@ def run(
     dtype: jnp.dtype = jnp.float32,
     adapters: AdapterRows | None = None,
     programs: StepPrograms | None = None,
+    context: int | None = None,
 ) -> list[np.ndarray]:
     """Logits [tokens, vocab] of every position of each sequence, all sequences in one batch.
 
     The last `decode` tokens of a sequence go in one a step, those before in chunks of `chunk` (at
     once if None). A context longer than `context_chunk` is attended in pieces.
-    `programs` are those of `make_programs`, for the same pool, where a test runs more than once.
+    Where a test runs more than once, `programs` are those of `make_programs` for the same pool, and
+    `context` the most tokens that a sequence of any run has, so that one shape serves them all.
     """
     lengths = [len(sequence) for sequence in sequences]
     prompts = [length - decode for length in lengths]
     chunk = chunk or max(prompts)
-    blocks = -(-max(lengths) // BLOCK_SIZE)
+    blocks = -(-(context or max(lengths)) // BLOCK_SIZE)
     order = np.random.default_rng(0).permutation(len(sequences) * blocks).astype(np.int32) + 1
     tables = order.reshape(len(sequences), blocks)
     config = loaded.model.config

@@ -122,4 +122,5 @@ class Served:
             context_chunk=8,
             adapters=adapters,
             programs=self._without if adapters is None else self._with,
+            context=max(families.PROMPTS) + DECODE,
         )

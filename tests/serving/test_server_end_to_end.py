@@ -1,0 +1,401 @@
+"""One real server process over a tiny model and two adapters: what clients see, and what is left.
+
+The module's tests share the process; each waits until it is idle again.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from jaxlora.config import ModelConfig
+from jaxlora.models import build
+from tests.serving.http.fakes import wait_until
+from tests.support.peft_folders import random_factors, write_adapter
+from tests.support.tiny_models import TINY_QWEN3, write_byte_tokenizer, write_checkpoint
+
+
+ROOT = Path(__file__).parents[2]
+CONTEXT = 1024
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+MODELS = ("tiny", "attention", "all")
+IDS = {"return_token_ids": True, "ignore_eos": True}
+PATIENCE = 60.0
+
+
+def write_model(root: Path) -> list[str]:
+    """A model and two adapters; the command line that serves them."""
+    model = root / "tiny"
+    model.mkdir()
+    changes = {"max_position_embeddings": CONTEXT}
+    (model / "config.json").write_text(json.dumps(TINY_QWEN3 | changes))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    write_checkpoint(model)
+    write_byte_tokenizer(model)
+    modules = build(ModelConfig.from_folder(model), 1, np.float32).modules
+    names = [module.name for module in modules.modules]
+    attention = write_adapter(
+        root / "attention", random_factors(modules), base_model_name_or_path="org/another"
+    )
+    everything = write_adapter(
+        root / "all",
+        random_factors(modules, names, rank=5, seed=1),
+        r=5,
+        lora_alpha=2,
+        target_modules="all-linear",
+    )
+    line = f"-m serving.server --model {model} --alias default --port 0 --max-num-seqs 4"
+    line += f" --prefill-chunk 16 --adapter attention={attention} --adapter all={everything}"
+    return [sys.executable, *line.split()]
+
+
+class Server:
+    """The process, and how busy it says it is."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.errors: list[str] = []
+        assert self.process.stdout and self.process.stderr
+        stderr = self.process.stderr
+        self._reader = threading.Thread(target=lambda: self.errors.extend(stderr), daemon=True)
+        self._reader.start()
+        self.greeting = self.process.stdout.readline()
+        assert self.greeting, "".join(self.errors)
+        self.base_url = self.greeting.split()[-1]
+        self.root = self.base_url.removesuffix("/v1")
+        self.http = httpx.Client(base_url=self.root, timeout=PATIENCE)
+        self.client = openai.OpenAI(
+            base_url=self.base_url, api_key="none", max_retries=0, timeout=PATIENCE
+        )
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        total = 0.0
+        for line in self.http.get("/metrics").text.splitlines():
+            if match := re.fullmatch(rf"{re.escape(name)}\{{(.*)\}} (\S+)", line):
+                found = dict(re.findall(r'(\w+)="([^"]*)"', match[1]))
+                if labels.items() <= found.items():
+                    total += float(match[2])
+        return total
+
+    @property
+    def running(self) -> int:
+        return int(self.metric("vllm:num_requests_running"))
+
+    @property
+    def idle(self) -> bool:
+        gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return all(self.metric(f"vllm:{name}") == 0 for name in gauges)
+
+    def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+        return self.http.post(path, json=fields)
+
+    def tokens(self, model: str, prompt: Any, max_tokens: int = 12, **fields: Any) -> list[int]:
+        """The answer's token ids, greedy unless told otherwise."""
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        response = self.post(**(body | IDS | fields))
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["token_ids"]
+
+    @contextlib.contextmanager
+    def endless(self, model: str, **fields: Any) -> Iterator[socket.socket]:
+        """A raw connection whose request runs as long as the context allows."""
+        body = {"model": model, "prompt": "go on", "max_tokens": CONTEXT - 10, "stream": True}
+        data = json.dumps(body | IDS | fields).encode()
+        before = self.running
+        with socket.create_connection(("127.0.0.1", httpx.URL(self.root).port or 0)) as connection:
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+            )
+            connection.sendall(head.encode() + data)
+            wait_until(lambda: self.running > before, PATIENCE)
+            yield connection
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.http.close()
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        status = self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        return status
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(write_model(tmp_path_factory.mktemp("served")))
+    yield server
+    assert server.stop() == 0
+    assert "Traceback" not in "".join(server.errors)
+
+
+@pytest.fixture
+def server(shared: Server) -> Iterator[Server]:
+    yield shared
+    wait_until(lambda: shared.idle, PATIENCE)
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return server.client
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def test_it_says_what_it_serves_and_warns_of_another_bases_name(server):
+    assert server.greeting.startswith("serving tiny, default, attention, all on http://127.0.0.1:")
+    warnings = [line for line in server.errors if "org/another" in line]
+    assert len(warnings) == 1 and warnings[0].startswith("WARNING:")
+    assert server.http.get("/health").status_code == 200
+
+
+def test_models_have_the_base_as_parent(client):
+    parents = {model.id: model.to_dict()["parent"] for model in client.models.list()}
+    assert parents == {"tiny": None, "default": None, "attention": "tiny", "all": "tiny"}
+
+
+def test_a_mixed_batch_over_http_gives_each_request_its_solo_tokens(server):
+    prompts = [list(range(40, 40 + 7 * i)) for i in range(1, 7)]
+    asked = [(MODELS[i % 3], prompt) for i, prompt in enumerate(prompts)]
+    alone = [server.tokens(model, prompt, 40) for model, prompt in asked]
+    together = at_once(*(lambda m=m, p=p: server.tokens(m, p, 40) for m, p in asked))
+    assert together == alone
+    same_prompt = [tuple(server.tokens(model, "hello")) for model in MODELS]
+    assert len(set(same_prompt)) == 3
+
+
+def test_metrics_show_a_step_with_the_base_and_both_adapters(server):
+    name = "jaxlora_decode_steps_total"
+    before = server.metric(name, adapters="2", base="true")
+    with server.endless("tiny"), server.endless("attention"), server.endless("all"):
+        wait_until(lambda: server.metric(name, adapters="2", base="true") > before, PATIENCE)
+        assert server.running == 3
+        assert server.metric("vllm:kv_cache_usage_perc") > 0
+    wait_until(lambda: server.idle, PATIENCE)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "all"},
+        {"model": "tiny:all"},
+        {"model": "default:all"},
+        {"model": "tiny", "adapter": "all"},
+        {"model": "default", "lora_name": "all"},
+    ],
+)
+def test_every_way_to_name_an_adapter_gives_its_answer(server, fields):
+    expected = server.tokens("all", "hello")
+    response = server.post(prompt="hello", max_tokens=12, temperature=0, **fields, **IDS)
+    assert response.json()["choices"][0]["token_ids"] == expected
+    assert response.json()["model"] == "all"
+
+
+def test_completions_by_the_client_whole_and_streamed(client):
+    for model in MODELS:
+        asked: dict[str, Any] = {"model": model, "prompt": "hello", "temperature": 0}
+        whole = client.completions.create(**asked, max_tokens=20, extra_body=IDS)
+        assert whole.usage and whole.usage.to_dict() == {
+            "prompt_tokens": 5,
+            "completion_tokens": 20,
+            "total_tokens": 25,
+        }
+        assert whole.choices[0].finish_reason == "length"
+        chunks = list(
+            client.completions.create(
+                **asked,
+                max_tokens=20,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body=IDS,
+            )
+        )
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+        assert "".join(choice.text for choice in choices) == whole.choices[0].text
+        ids = [i for choice in choices for i in choice.to_dict()["token_ids"]]
+        assert ids == whole.choices[0].to_dict()["token_ids"]
+        assert len(choices) > 5, "it comes in pieces"
+        assert chunks[-1].usage == whole.usage
+
+
+def test_chat_by_the_client_whole_and_streamed(server, client):
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    for model in MODELS:
+        asked: dict[str, Any] = {"model": model, "messages": messages, "temperature": 0}
+        whole = client.chat.completions.create(**asked, max_tokens=20, extra_body=IDS)
+        ids = whole.choices[0].to_dict()["token_ids"]
+        assert ids == server.tokens(model, "<user>hi<assistant>", 20)
+        chunks = list(
+            client.chat.completions.create(**asked, max_tokens=20, stream=True, extra_body=IDS)
+        )
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert deltas[0].role == "assistant"
+        text = "".join(delta.content or "" for delta in deltas)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert {chunk.model for chunk in chunks} == {model}
+
+
+def test_chat_without_max_tokens_may_fill_the_context(server):
+    messages = [{"role": "user", "content": "x" * (CONTEXT - 40)}]
+    response = server.post(
+        "/v1/chat/completions", model="all", messages=messages, temperature=0, **IDS
+    )
+    assert response.json()["usage"]["total_tokens"] == CONTEXT
+
+
+def test_several_prompts_of_one_request_come_back_in_order(server):
+    prompts = ["a", "bb", "ccc", "dddd", "eeeee"]
+    body = {"model": "all", "temperature": 0, "max_tokens": 6, **IDS}
+    choices = server.post(prompt=prompts, **body).json()["choices"]
+    alone = [server.tokens("all", prompt, 6) for prompt in prompts]
+    assert [choice["token_ids"] for choice in choices] == alone
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_never_sent(client, stream):
+    asked: dict[str, Any] = {"model": "attention", "prompt": "hello", "temperature": 0}
+    text = client.completions.create(**asked, max_tokens=40, extra_body=IDS).choices[0].text
+    stop = text[9:12]
+    answer = client.completions.create(
+        **asked, max_tokens=40, extra_body=IDS, stop=[stop], stream=stream
+    )
+    choices = [c.choices[0] for c in answer] if stream else [answer.choices[0]]
+    assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+    assert choices[-1].to_dict()["stop_reason"] == stop
+
+
+def test_a_seed_repeats_its_answer_whatever_runs_beside_it(server):
+    ask: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0}
+    alone = server.tokens("all", "hello", seed=7, **ask)
+    first, second, other, _ = at_once(
+        lambda: server.tokens("all", "hello", seed=7, **ask),
+        lambda: server.tokens("all", "hello", seed=7, **ask),
+        lambda: server.tokens("all", "hello", seed=8, **ask),
+        lambda: server.tokens("tiny", "hello", **ask),
+    )
+    assert first == second == alone != other
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dropped_connection_aborts_its_request_and_frees_what_it_held(server, stream):
+    aborted = server.metric("vllm:request_success_total", finished_reason="abort")
+    with server.endless("all", stream=stream):
+        assert server.metric("vllm:kv_cache_usage_perc") > 0
+    wait_until(lambda: server.idle, PATIENCE)
+    assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
+
+
+def test_a_client_killed_in_mid_stream_disturbs_no_other(server):
+    expected = [server.tokens(model, "hello", 200) for model in MODELS]
+    code = (
+        "import sys, httpx\n"
+        "body = {'model': 'all', 'prompt': 'x', 'max_tokens': 1000, 'stream': True,"
+        " 'ignore_eos': True}\n"
+        "with httpx.stream('POST', sys.argv[1] + '/completions', json=body, timeout=60) as r:\n"
+        "    for line in r.iter_lines(): print(line, flush=True)\n"
+    )
+    command = [sys.executable, "-c", code, server.base_url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        assert killed.stdout.readline().startswith("data: ")
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            others = [pool.submit(server.tokens, model, "hello", 200) for model in MODELS]
+            killed.kill()
+            assert [other.result() for other in others] == expected
+
+
+WRONG: list[tuple[dict[str, Any], int, str | None]] = [
+    ({"model": "nobody"}, 404, "model"),
+    ({"model": "tiny", "adapter": "nobody"}, 404, "adapter"),
+    ({"model": "attention", "adapter": "all"}, 400, "adapter"),
+    ({"model": None}, 400, "model"),
+    ({"max_tokens": -1}, 400, "max_tokens"),
+    ({"max_tokens": CONTEXT}, 400, "max_tokens"),
+    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": [258]}, 400, "prompt"),
+    ({"prompt": "x" * 10**6}, 400, "prompt"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"stop_token_ids": [-1]}, 400, "stop_token_ids"),
+    ({"logprobs": 2}, 400, "logprobs"),
+    ({"nonsense": 1}, 400, "nonsense"),
+]
+
+
+def test_wrong_requests_are_refused_while_others_stream(server):
+    expected = server.tokens("all", "hello", 300)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(server.tokens, "all", "hello", 300)
+        for stream in (False, True):
+            for fields, status, param in WRONG:
+                body = {"model": "tiny", "prompt": "a", "stream": stream} | fields
+                response = server.post(**body)
+                assert response.status_code == status, response.text
+                assert response.headers["content-type"] == "application/json"
+                assert response.json()["error"]["param"] == param
+        for content in (b"", b"{", b"[]", b'{"model": "tiny", "prompt": "\\ud800"}', b"\xff"):
+            response = server.http.post("/v1/completions", content=content)
+            assert response.status_code == 400
+        messages = [{"role": "pirate", "content": "x"}]
+        response = server.post("/v1/chat/completions", model="tiny", messages=messages)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages[0].role"
+        assert other.result() == expected
+
+
+def test_more_requests_than_lanes_wait_and_all_are_answered(server):
+    alone = [server.tokens(MODELS[i % 3], f"number {i}", 30) for i in range(12)]
+    together = at_once(
+        *(lambda i=i: server.tokens(MODELS[i % 3], f"number {i}", 30) for i in range(12))
+    )
+    assert together == alone
+
+
+def test_tokenize_and_detokenize(server):
+    response = server.post("/tokenize", model="all", prompt="hé")
+    assert response.json()["tokens"] == list("hé".encode())
+    response = server.post("/detokenize", model="tiny", tokens=list("hé".encode()))
+    assert response.json() == {"prompt": "hé"}
+
+
+def test_sigterm_ends_open_streams_and_exits_0(shared):
+    """The last test: the server is gone afterwards."""
+    with shared.endless("all") as connection:
+        shared.process.send_signal(signal.SIGTERM)
+        connection.settimeout(PATIENCE)
+        received = b""
+        while data := connection.recv(65536):
+            received += data
+    assert b"the server is stopping" in received
+    assert shared.process.wait(PATIENCE) == 0

@@ -17,8 +17,11 @@ class FinishReason(enum.StrEnum):
 class SamplingParams:
     """How a request's tokens are chosen and when it ends. Checked at construction.
 
-    temperature 0 is greedy. top_k 0 means no limit. A seeded request's random numbers depend on its
-    seed and token position alone. Raises ValueError, naming the field.
+    temperature 0 is greedy. top_k 0 means no limit. repetition_penalty divides the positive logits
+    of tokens of the prompt and the answer, and multiplies the negative ones; presence_penalty is
+    taken off the logits of the answer's tokens once, frequency_penalty each time. A seeded
+    request's random numbers depend on its seed and token position alone. Raises ValueError, naming
+    the field.
     """
 
     max_tokens: int = 16
@@ -27,6 +30,10 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -40,6 +47,17 @@ class SamplingParams:
             "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             "top_k": (self.top_k >= 0, "at least 0"),
             "min_p": (0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            "repetition_penalty": (
+                0.01 <= self.repetition_penalty <= 100.0,
+                "between 0.01 and 100",
+            ),
+            "presence_penalty": (-2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            "frequency_penalty": (-2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
+            "logit_bias": (
+                len(self.logit_bias) <= MAX_LOGIT_BIAS
+                and all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias),
+                f"at most {MAX_LOGIT_BIAS} biases between -100 and 100",
+            ),
             "seed": (self.seed is None or -(2**63) <= self.seed < 2**64, "a 64-bit integer"),
             "stop": (all(self.stop), "without empty strings"),
             "stop_token_ids": (
@@ -52,12 +70,21 @@ class SamplingParams:
                 raise ValueError(f"{field} must be {wanted}, got {getattr(self, field)!r}")
 
     @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
+    def penalized(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        neutral = (1.0, 0.0, 0.0)
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != neutral
+
+    @property
+    def plain(self) -> bool:
+        """Whether the token is the largest logit's, as the model gave it."""
+        return self.temperature == 0.0 and not self.penalized and not self.logit_bias
 
 
-# The device keeps this many stop ids a sequence (min_tokens masks them there).
+# The device keeps this many stop ids (min_tokens masks them there) and biases a sequence.
 MAX_STOP_TOKEN_IDS = 32
+MAX_LOGIT_BIAS = 300
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

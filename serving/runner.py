@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,7 +29,17 @@ from jaxlora.layers.kv_cache import AttentionInputs, make_kv_cache
 from pallas_kernels.lora import Backend, Phase
 from serving.kv_cache import SCRAP_BLOCK
 from serving.programs import LayerInputs, StepPrograms
-from serving.sampler import LaneState, admit, empty_lanes, lane_row, sample
+from serving.sampler import (
+    LaneState,
+    TokenHistory,
+    admit,
+    admit_history,
+    empty_lanes,
+    lane_row,
+    padded,
+    sample,
+    sample_greedy,
+)
 from serving.sequence import Batch, PrefillChunk, Sequence
 from serving.shapes import BLOCK_SIZE, StepShapes, smallest_holding
 
@@ -80,9 +91,13 @@ class Runner:
         self._eos_ids = config.eos_token_ids
         self._kv = make_kv_cache(config, mesh, kv_blocks, BLOCK_SIZE, dtype)
         self._replicated = NamedSharding(mesh, P())
-        lanes = empty_lanes(shapes.max_num_seqs + 1)
-        self._lanes: LaneState = jax.device_put(lanes, self._replicated)
         self._scrap_lane = shapes.max_num_seqs
+        lanes = shapes.max_num_seqs + 1
+        self._lanes: LaneState = jax.device_put(empty_lanes(lanes), self._replicated)
+        self._history = TokenHistory(
+            jnp.zeros((lanes, config.vocab_size), bool, device=self._replicated),
+            jnp.zeros((lanes, config.vocab_size), jnp.int32, device=self._replicated),
+        )
         self._programs = StepPrograms(
             config,
             loaded,
@@ -97,7 +112,13 @@ class Runner:
         request = sequence.request
         assert sequence.lane is not None
         row = lane_row(request.sampling, sequence.seed, sequence.prompt_length, self._eos_ids)
-        self._lanes = admit(self._lanes, np.int32(sequence.lane), row)
+        lane = np.int32(sequence.lane)
+        self._lanes = admit(self._lanes, lane, row)
+        if request.sampling.penalized:
+            length, limit = sequence.prompt_length, self.shapes.max_model_len
+            prompt = padded(sequence.token_ids[:length], limit)
+            answer = padded(sequence.token_ids[length:], limit)
+            self._history = admit_history(self._history, lane, prompt, answer)
 
     def dispatch(self, batch: Batch) -> PendingStep:
         """Start a step; returns before the device has finished it."""
@@ -131,8 +152,8 @@ class Runner:
         rows = tokens if phase == "decode" else 1
         inputs = self._padding(rows=rows, tokens=tokens, context=context)
         logits = self._run(phase, inputs, np.zeros(tokens, np.int32), adapted)
-        for greedy in (True, False):
-            self._sample(inputs.lanes, inputs.positions[:rows], logits, greedy)
+        for plain in (True, False):
+            self._sample(inputs.lanes, inputs.positions[:rows], logits, plain)
         jax.block_until_ready(self._lanes)
 
     def _decode(self, sequences: tuple[Sequence, ...]) -> jax.Array:
@@ -149,8 +170,8 @@ class Runner:
             inputs.write_index[row] = _pool_index(blocks, position)
             slots[row] = sequence.slot
         logits = self._run("decode", inputs, slots, bool(slots.any()))
-        greedy = all(sequence.request.sampling.greedy for sequence in sequences)
-        return self._sample(inputs.lanes, inputs.positions + 1, logits, greedy)
+        plain = all(sequence.request.sampling.plain for sequence in sequences)
+        return self._sample(inputs.lanes, inputs.positions + 1, logits, plain)
 
     def _prefill(self, chunk: PrefillChunk) -> jax.Array:
         """The chunk's program; where it is the last, the sequence's next token, otherwise noise."""
@@ -172,8 +193,8 @@ class Runner:
         logits = self._run("prefill", inputs, slots, bool(slots.any()))
         if not chunk.last:
             return logits
-        greedy = sequence.request.sampling.greedy
-        return self._sample(inputs.lanes, np.array([end], np.int32), logits, greedy)
+        plain = sequence.request.sampling.plain
+        return self._sample(inputs.lanes, np.array([end], np.int32), logits, plain)
 
     def _padding(self, *, rows: int, tokens: int, context: int) -> StepInputs:
         return StepInputs(
@@ -223,9 +244,14 @@ class Runner:
         lanes: Int[np.ndarray, "rows"],
         positions: Int[np.ndarray, "rows"],
         logits: jax.Array,
-        greedy: bool,
+        plain: bool,
     ) -> jax.Array:
-        self._lanes, tokens = sample(self._lanes, lanes, positions, logits, greedy=greedy)
+        if plain:
+            self._lanes, tokens = sample_greedy(self._lanes, lanes, positions, logits)
+        else:
+            self._lanes, self._history, tokens = sample(
+                self._lanes, self._history, lanes, positions, logits
+            )
         return tokens
 
 

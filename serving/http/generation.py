@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -136,6 +137,10 @@ def sampling_params(fields: GenerationFields, max_tokens: int, vocab_size: int) 
             top_p=_or(fields.top_p, 1.0),
             top_k=0 if top_k == -1 else min(top_k, _MAX_TOP_K),  # -1 is vLLM's "no limit"
             min_p=_or(fields.min_p, 0.0),
+            repetition_penalty=_or(fields.repetition_penalty, 1.0),
+            presence_penalty=_or(fields.presence_penalty, 0.0),
+            frequency_penalty=_or(fields.frequency_penalty, 0.0),
+            logit_bias=logit_bias(fields.logit_bias or {}, vocab_size),
             seed=fields.seed,
             stop=tuple(stop),
             stop_token_ids=tuple(stop_token_ids),
@@ -144,6 +149,18 @@ def sampling_params(fields: GenerationFields, max_tokens: int, vocab_size: int) 
     except ValueError as error:
         message = str(error)
         raise InvalidRequestError(message, param=message.partition(" ")[0]) from None
+
+
+def logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """OpenAI's map from a token id to its bias. Raises InvalidRequestError for what is no id."""
+    for key in biases:
+        if not re.fullmatch("0|[1-9][0-9]{0,11}", key):
+            raise InvalidRequestError(
+                f"logit_bias has {key!r:.60}, no token id", param="logit_bias"
+            )
+    pairs = tuple((int(key), bias) for key, bias in biases.items())
+    check_ids([token for token, _ in pairs], vocab_size, "logit_bias")
+    return pairs
 
 
 def run(engine: Engine, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:

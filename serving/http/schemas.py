@@ -28,6 +28,10 @@ class GenerationFields(ModelFields, frozen=True, kw_only=True, forbid_unknown_fi
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None  # token id, as JSON's keys are strings -> bias
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -92,10 +96,6 @@ Refused = dict[str, tuple[Any, ...]]
 
 _REFUSED: Refused = {
     "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "prompt_logprobs": (),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),

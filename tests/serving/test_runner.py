@@ -65,7 +65,10 @@ NAMES = [None, "adapter-0", "adapter-1", None, "adapter-1", "adapter-0"]
 
 
 def test_a_mixed_batch_gives_each_request_its_solo_tokens(engine):
-    asked = [request(engine, f"r{i}", p, n) for i, (p, n) in enumerate(zip(prompts(6), NAMES))]
+    asked = [
+        request(engine, f"r{i}", p, n)
+        for i, (p, n) in enumerate(zip(prompts(6), NAMES, strict=False))
+    ]
     together = run(engine, asked)
     for index, one in enumerate(asked):
         assert run(engine, [one]) == [together[index]]
@@ -79,7 +82,10 @@ def test_adapters_change_the_answer(engine):
 
 def test_base_rows_get_the_tokens_of_a_server_without_adapters(engine, tmp_path):
     plain = build_engine(tiny_plan(tmp_path))
-    asked = [request(engine, f"r{i}", p, n) for i, (p, n) in enumerate(zip(prompts(6), NAMES))]
+    asked = [
+        request(engine, f"r{i}", p, n)
+        for i, (p, n) in enumerate(zip(prompts(6), NAMES, strict=False))
+    ]
     mixed = run(engine, asked)
     bases = [r for r in asked if r.adapter is None]
     expected = run(plain, bases)
@@ -112,7 +118,7 @@ def test_preemption_on_a_device_changes_no_token(engine, tmp_path):
     assert small.scheduler.pool.usable == 6
     asked = [
         request(engine, f"r{i}", p, n, dataclasses.replace(GREEDY, max_tokens=30))
-        for i, (p, n) in enumerate(zip(prompts(4, seed=3, longest=20), NAMES))
+        for i, (p, n) in enumerate(zip(prompts(4, seed=3, longest=20), NAMES, strict=False))
     ]
     expected = [run(engine, [one])[0] for one in asked]
     assert run(small, asked) == expected
@@ -123,7 +129,10 @@ def test_one_program_for_all_layers_gives_the_logits_of_one_a_layer(engine, tmp_
     plan = with_adapters(tiny_plan(tmp_path))
     whole = dataclasses.replace(plan.shapes, layers_per_program=None, context_chunk=None)
     other = build_engine(dataclasses.replace(plan, shapes=whole))
-    asked = [request(engine, f"r{i}", p, n) for i, (p, n) in enumerate(zip(prompts(3), NAMES))]
+    asked = [
+        request(engine, f"r{i}", p, n)
+        for i, (p, n) in enumerate(zip(prompts(3), NAMES, strict=False))
+    ]
     assert run(other, asked) == run(engine, asked)
 
 
@@ -131,12 +140,18 @@ def test_one_program_for_all_layers_gives_the_logits_of_one_a_layer(engine, tmp_
 def test_two_ranks_give_the_tokens_of_one(engine, tmp_path):
     plan = with_adapters(tiny_plan(tmp_path, tp=2))
     assert plan.dtype == jnp.float32
-    asked = [request(engine, f"r{i}", p, n) for i, (p, n) in enumerate(zip(prompts(4), NAMES))]
+    asked = [
+        request(engine, f"r{i}", p, n)
+        for i, (p, n) in enumerate(zip(prompts(4), NAMES, strict=False))
+    ]
     assert run(build_engine(plan), asked) == run(engine, asked)
 
 
 def test_nothing_is_compiled_after_the_start(engine):
     sizes = engine._runner._programs.cache_sizes()
-    asked = [request(engine, f"r{i}", p, n) for i, (p, n) in enumerate(zip(prompts(5, 9), NAMES))]
+    asked = [
+        request(engine, f"r{i}", p, n)
+        for i, (p, n) in enumerate(zip(prompts(5, 9), NAMES, strict=False))
+    ]
     run(engine, asked)
     assert engine._runner._programs.cache_sizes() == sizes

@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 
 from serving.core import SamplingParams
-from serving.sampler import LaneState, _filtered, admit, empty_lanes, lane_row, sample
+from serving.sampler import (
+    LaneState,
+    TokenHistory,
+    _filtered,
+    admit,
+    admit_history,
+    empty_lanes,
+    lane_row,
+    padded,
+    sample,
+    sample_greedy,
+)
 
 
 VOCAB, PROMPT = 97, 3
@@ -68,14 +79,16 @@ def test_tokens_that_tie_at_a_limit_are_all_kept():
     assert np.isfinite(np.asarray(_filtered(logits, rows))).tolist() == [[True, True, True, False]]
 
 
+def empty_history(lanes: int) -> TokenHistory:
+    return TokenHistory(jnp.zeros((lanes, VOCAB), bool), jnp.zeros((lanes, VOCAB), jnp.int32))
+
+
 def draw(lanes, lane_ids, positions, logits, greedy=False):
-    return sample(
-        lanes,
-        np.asarray(lane_ids, np.int32),
-        np.asarray(positions, np.int32),
-        logits,
-        greedy=greedy,
-    )
+    rows = np.asarray(lane_ids, np.int32), np.asarray(positions, np.int32), logits
+    if greedy:
+        return sample_greedy(lanes, *rows)
+    lanes, _, tokens = sample(lanes, empty_history(len(lanes.last_token)), *rows)
+    return lanes, tokens
 
 
 def test_drawn_tokens_follow_the_distribution():
@@ -143,3 +156,57 @@ def test_the_sampled_token_is_the_lanes_last_token():
     lanes = make_lanes([SamplingParams(temperature=0.0)] * 3)
     lanes, tokens = draw(lanes, [2, 0], [5, 5], logits, greedy=True)
     np.testing.assert_array_equal(np.asarray(lanes.last_token)[[2, 0, 1]], [*np.asarray(tokens), 0])
+
+
+PENALIZED = [
+    SamplingParams(temperature=0.0, repetition_penalty=1.7),
+    SamplingParams(temperature=0.0, presence_penalty=1.5),
+    SamplingParams(temperature=0.0, frequency_penalty=0.8),
+    SamplingParams(
+        temperature=0.0,
+        repetition_penalty=0.6,
+        presence_penalty=-0.5,
+        frequency_penalty=-0.2,
+        logit_bias=((3, 4.0), (4, -100.0)),
+    ),
+    SamplingParams(temperature=0.0),
+]
+
+
+def penalized(logits: np.ndarray, case: SamplingParams, prompt: list, answer: list) -> np.ndarray:
+    """Token by token, in float64."""
+    logits = logits.astype(np.float64)
+    for token, bias in case.logit_bias:
+        logits[token] += bias
+    for token in {*prompt, *answer}:
+        repetition = case.repetition_penalty
+        logits[token] *= 1 / repetition if logits[token] > 0 else repetition
+    for token in set(answer):
+        logits[token] -= case.presence_penalty + case.frequency_penalty * answer.count(token)
+    return logits
+
+
+def test_penalties_and_biases_follow_the_tokens_as_they_are_sampled():
+    rng = np.random.default_rng(3)
+    lanes, count = make_lanes(PENALIZED), len(PENALIZED)
+    prompts = [rng.integers(0, VOCAB, 12).tolist() for _ in PENALIZED]
+    answers = [rng.integers(0, VOCAB, 5).tolist() for _ in PENALIZED]  # before a preemption
+    history = empty_history(count + 1)
+    for lane in range(count):
+        stale = padded(rng.integers(0, VOCAB, 20).tolist(), 40)
+        for prompt, answer in (
+            (stale, stale),
+            (padded(prompts[lane], 40), padded(answers[lane], 40)),
+        ):
+            history = admit_history(history, np.int32(lane), prompt, answer)
+    order = np.array([2, 0, 1, 4, 3], np.int32)
+    for step in range(12):
+        logits = random_logits(count, seed=step, scale=1.0)
+        positions = np.full(count, 17 + step, np.int32)
+        lanes, history, tokens = sample(lanes, history, order, positions, logits)
+        for row, lane in enumerate(order):
+            scores = penalized(
+                np.asarray(logits[row]), PENALIZED[lane], prompts[lane], answers[lane]
+            )
+            assert int(tokens[row]) == int(np.argmax(scores))
+            answers[lane].append(int(tokens[row]))

@@ -1,8 +1,8 @@
 """Milliseconds of a decode step at several batch sizes, base and with many adapters.
 
-The whole engine runs, without HTTP: requests of random tokens are prefilled, then every step decodes
-all of them. Reported is the median interval between engine steps, the time of the step's two device
-programs alone (dispatched back to back, nothing read), and the difference, which the host costs.
+The whole engine runs, without HTTP: requests of random tokens are prefilled, then every step
+decodes all of them. Reported are the median interval between engine steps and the time of a step's
+device programs alone, dispatched back to back with nothing read.
 
     python -m benchmarks.decode_steps --model benchmarks/models/qwen3-8b --json results.json
 """

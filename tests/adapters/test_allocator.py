@@ -20,7 +20,7 @@ def test_lengths_follow_one_another_where_a_free_run_is_long_enough():
 
 def test_lengths_are_scattered_where_no_run_is_long_enough():
     allocator = RunAllocator(10)
-    kept, freed, _ = allocator.allocate([4, 3, 3]), None, None
+    kept = allocator.allocate([4, 3, 3])
     allocator.release([kept[0]])
     allocator.release([kept[2]])
     assert sorted(allocator.allocate([4, 3])) == [0, 7]

@@ -57,7 +57,7 @@ def folders(tmp_path_factory) -> tuple[Path, dict[str, Path]]:
 @pytest.fixture(scope="module")
 def shared(folders) -> LLM:
     model, adapters = folders
-    return LLM(model, adapters=adapters, max_num_seqs=4, max_model_len=64, prefill_chunk=16)
+    return LLM(model, adapters=adapters, max_num_seqs=2, max_model_len=64, prefill_chunk=16)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_text_and_ids_are_the_same_prompt(llm):
     assert text.text == llm.tokenizer.decode(text.token_ids)
 
 
-def test_one_adapter_a_prompt_in_one_batch_gives_the_answers_of_one_at_a_time(llm):
+def test_one_adapter_a_prompt_in_one_call_gives_the_answers_of_one_at_a_time(llm):
     together = llm.generate(["hello"] * 3, GREEDY, adapter=NAMES)
     alone = [llm.generate(["hello"], GREEDY, adapter=name)[0] for name in NAMES]
     assert together == alone

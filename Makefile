@@ -22,7 +22,7 @@ oracle: $(VENV)/installed-oracle
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/installed-lint
 	$(BIN)/ruff check --fix

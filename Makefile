@@ -11,7 +11,7 @@ demo: $(VENV)/installed-demo
 	@$(BIN)/python -m examples.demo
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 -m "not oracle"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not oracle"
 
 # Live comparison with torch, transformers and peft. `make oracle ARGS=--rewrite-golden` rewrites the
 # small golden files that `make test` uses.

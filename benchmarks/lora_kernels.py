@@ -26,10 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.lora import FactorTables, Phase, Routing, add_delta
+from pallas_kernels.lora import TILE, FactorTables, Phase, Routing, add_delta, decode_tiles
 
 
-W, SLOTS, LAYERS, LINKS, ROUTINGS, MAX_RANK = 256, 64, 16, 32, 8, 512
+W, SLOTS, LAYERS, LINKS = 256, 64, 32, 32
 RANKS, TOKENS, ADAPTERS = (16, 64), (1, 16, 64, 256), (1, 8, 64)
 PREFILL_TOKENS, PREFILL_ADAPTERS, PREFILL_LINKS = 8192, (1, 32), 8
 
@@ -56,17 +56,19 @@ SHAPES = (
 )
 
 
+def hashed(shape: tuple[int, int], seed) -> jax.Array:
+    """bfloat16 from -1/16 to 1/16, as good as random."""
+    row, column = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
+    bits = (row * shape[1] + column) ^ (jnp.uint32(seed) * jnp.uint32(0x9E3779B9))
+    bits = bits * jnp.uint32(2654435761)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(2246822519) >> 24
+    return (bits.astype(jnp.float32) - 127.5).astype(jnp.bfloat16) * (1 / 2048)
+
+
 def random_pool(shape: Shape) -> jax.Array:
     """Room for the largest rank, so that a program serves all ranks."""
     rows = LAYERS * SLOTS * sum(shape.blocks()) * max(RANKS)
-
-    @jax.jit
-    def make():
-        row, column = (lax.broadcasted_iota(jnp.uint32, (rows, W), axis) for axis in (0, 1))
-        hashed = (row * W + column) * jnp.uint32(2654435761) >> 24
-        return (hashed.astype(jnp.float32) - 127.5).astype(jnp.bfloat16) * (1 / 2048)
-
-    return make()
+    return jax.jit(hashed, static_argnums=0)((rows, W), 1)
 
 
 def make_tables(shape: Shape, rank: int, pool: jax.Array) -> FactorTables:
@@ -84,29 +86,32 @@ def make_tables(shape: Shape, rank: int, pool: jax.Array) -> FactorTables:
     return FactorTables(pool, jnp.asarray(first), jnp.asarray(ranks), scale)
 
 
-def decode_routings(tokens: int, adapters: int) -> list[Routing]:
-    """Interleaved adapters, others in every routing."""
-    slots = [1 + (np.arange(tokens) % adapters + i * adapters) % SLOTS for i in range(ROUTINGS)]
-    none = jnp.zeros((1, 3), jnp.int32)
-    return [Routing(jnp.asarray(s, jnp.int32), none) for s in slots]
+def decode_routing(tokens: int, adapters: int) -> Routing:
+    """Interleaved adapters."""
+    slots = 1 + np.arange(tokens, dtype=np.int32) % adapters
+    none = np.zeros((0, 3), np.int32)
+    return Routing(*map(jnp.asarray, (slots, none, decode_tiles(slots))))
 
 
-def prefill_routings(tokens: int, adapters: int) -> list[Routing]:
-    out, length = [], tokens // adapters
-    for i in range(ROUTINGS):
-        slots = 1 + (np.arange(adapters) + i * adapters) % SLOTS
-        segments = np.zeros((SLOTS, 3), np.int32)
-        segments[:adapters] = np.stack(
-            [slots, np.arange(adapters) * length, np.full(adapters, length)], axis=1
-        )
-        out.append(Routing(jnp.asarray(np.repeat(slots, length), jnp.int32), jnp.asarray(segments)))
-    return out
+def prefill_routing(tokens: int, adapters: int) -> Routing:
+    length = tokens // adapters
+    slots = 1 + np.arange(adapters, dtype=np.int32)
+    segments = np.zeros((SLOTS, 3), np.int32)
+    segments[:adapters] = np.stack(
+        [slots, np.arange(adapters) * length, np.full(adapters, length)], axis=1
+    )
+    none = np.zeros((0, 1 + TILE), np.int32)
+    return Routing(*map(jnp.asarray, (np.repeat(slots, length), segments, none)))
 
 
-def pallas_link(shape: Shape, phase: Phase, y, x, tables, routing, layer: int):
+def routing_of(phase: str, tokens: int, adapters: int) -> Routing:
+    return (decode_routing if phase == "decode" else prefill_routing)(tokens, adapters)
+
+
+def pallas_link(shape: Shape, phase: Phase, rank: int, y, x, tables, routing, layer: int):
     return add_delta(
         y, x, tables, routing, layer=layer, kinds=shape.kinds, widths=shape.widths,
-        max_rank=MAX_RANK, phase=phase, backend="triton",
+        max_rank=rank, phase=phase, backend="triton",
     )  # fmt: skip
 
 
@@ -135,9 +140,9 @@ def no_link(y, x, tables, routing, layer: int):
 
 def chain(link, links: int):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def run(y, x, tables, routings):
+    def run(y, x, tables, routing):
         for i in range(links):
-            y = link(y, x, tables, routings[i % ROUTINGS], i % LAYERS)
+            y = link(y, x, tables, routing, i)
             x = x + y[:, :1] * jnp.asarray(2**-20, x.dtype)
             y, x = lax.optimization_barrier((y, x))
         return y, x
@@ -151,16 +156,16 @@ def state(shape: Shape, tokens: int):
     return y, jax.random.normal(key[1], (tokens, shape.d_in), jnp.bfloat16)
 
 
-def seconds(compiled, y, x, tables, routings, repeats: int = 20, rounds: int = 3) -> float:
+def seconds(compiled, y, x, tables, routing, repeats: int = 20, rounds: int = 3) -> float:
     """One run of the chain: the median round."""
     for _ in range(3):
-        y, x = compiled(y, x, tables, routings)
+        y, x = compiled(y, x, tables, routing)
     times = []
     for _ in range(rounds):
         jax.block_until_ready((y, x))
         start = time.perf_counter()
         for _ in range(repeats):
-            y, x = compiled(y, x, tables, routings)
+            y, x = compiled(y, x, tables, routing)
         jax.block_until_ready((y, x))
         times.append((time.perf_counter() - start) / repeats)
     return float(np.median(times))
@@ -187,13 +192,13 @@ def floor_bytes(shape: Shape, rank: int, tokens: int, adapters: int) -> int:
 
 def check(shape: Shape, rank: int, tables: FactorTables, phase: Phase) -> float:
     """Largest error against float64 over the sum of magnitudes; raises if it is not float32's."""
-    slots = np.repeat([3, 0, 17, 64, 1], 5)
+    slots = np.repeat(np.asarray([3, 0, 17, 64, 1], np.int32), 5)
     starts = (np.arange(5) * 5)[slots[::5] > 0]
-    segments = np.stack([slots[starts], starts, np.full(4, 5)], axis=1)
-    routing = Routing(jnp.asarray(slots, jnp.int32), jnp.asarray(segments, jnp.int32))
+    segments = np.stack([slots[starts], starts, np.full(4, 5)], axis=1, dtype=np.int32)
+    routing = Routing(*map(jnp.asarray, (slots, segments, decode_tiles(slots))))
     y, x = state(shape, len(slots))
     y = y.astype(jnp.float32)
-    got = np.asarray(jax.jit(functools.partial(pallas_link, shape, phase), static_argnums=4)(
+    got = np.asarray(jax.jit(functools.partial(pallas_link, shape, phase, rank), static_argnums=4)(
         y, x, tables, routing, 5))  # fmt: skip
     first = np.asarray(tables.first_row)
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -217,34 +222,33 @@ def check(shape: Shape, rank: int, tables: FactorTables, phase: Phase) -> float:
 
 
 def programs_of(shape: Shape) -> dict:
-    """(what, phase, tokens, rank or None) -> chain; the Pallas kernels take any rank."""
+    """(what, phase, tokens, rank) -> chain; rank 0 where it does not matter."""
     out = {}
     for tokens in TOKENS:
-        out["chain", "decode", tokens, None] = chain(no_link, LINKS)
-        link = functools.partial(pallas_link, shape, "decode")
-        out["triton", "decode", tokens, None] = chain(link, LINKS)
+        out["chain", "decode", tokens, 0] = chain(no_link, LINKS)
         for rank in RANKS:
+            link = functools.partial(pallas_link, shape, "decode", rank)
+            out["triton", "decode", tokens, rank] = chain(link, LINKS)
             link = functools.partial(einsum_link, shape, rank)
             out["einsum", "decode", tokens, rank] = chain(link, LINKS)
-    out["chain", "prefill", PREFILL_TOKENS, None] = chain(no_link, PREFILL_LINKS)
-    link = functools.partial(pallas_link, shape, "prefill")
-    out["triton", "prefill", PREFILL_TOKENS, None] = chain(link, PREFILL_LINKS)
+    out["chain", "prefill", PREFILL_TOKENS, 0] = chain(no_link, PREFILL_LINKS)
+    for rank in RANKS:
+        link = functools.partial(pallas_link, shape, "prefill", rank)
+        out["triton", "prefill", PREFILL_TOKENS, rank] = chain(link, PREFILL_LINKS)
     return out
 
 
-def compile_all(shape: Shape, tables: FactorTables) -> dict:
+def compile_all(programs: dict, shape: Shape, tables: FactorTables) -> dict:
     """Compile a shape's programs, several at a time."""
 
     def one(item):
-        (what, phase, tokens, rank), program = item
-        make = decode_routings if phase == "decode" else prefill_routings
+        key, program = item
+        _, phase, tokens, _ = key
         y, x = jax.eval_shape(functools.partial(state, shape, tokens))
-        compiled = program.lower(y, x, tables, make(tokens, 1)).compile()
-        return {(what, phase, tokens, r): compiled for r in (RANKS if rank is None else (rank,))}
+        return key, program.lower(y, x, tables, routing_of(phase, tokens, 1)).compile()
 
     with ThreadPoolExecutor(8) as pool:
-        parts = pool.map(one, programs_of(shape).items())
-        return {key: compiled for part in parts for key, compiled in part.items()}
+        return dict(pool.map(one, programs.items()))
 
 
 def measure(shape: Shape, rank: int, tables: FactorTables, compiled: dict, bandwidth: float):
@@ -253,13 +257,13 @@ def measure(shape: Shape, rank: int, tables: FactorTables, compiled: dict, bandw
     chains: dict[int, float] = {}  # the chain's own cost does not depend on the adapters
     for phase, tokens, adapters in cases:
         decode = phase == "decode"
-        routings = (decode_routings if decode else prefill_routings)(tokens, adapters)
+        routing = routing_of(phase, tokens, adapters)
         links, how = (LINKS, {}) if decode else (PREFILL_LINKS, {"repeats": 5})
         took = {"chain": chains[tokens]} if tokens in chains else {}
         for what in ("chain", "triton", "einsum"):
-            if what not in took and (what, phase, tokens, rank) in compiled:
-                program = compiled[what, phase, tokens, rank]
-                one = seconds(program, *state(shape, tokens), tables, routings, **how)
+            key = (what, phase, tokens, 0 if what == "chain" else rank)
+            if what not in took and key in compiled:
+                one = seconds(compiled[key], *state(shape, tokens), tables, routing, **how)
                 took[what] = one / links * 1e6
         chains[tokens] = took["chain"]
         floor = floor_bytes(shape, rank, tokens, adapters) / bandwidth * 1e6
@@ -305,7 +309,7 @@ def main() -> None:
                 case = {"shape": shape.name, "rank": rank, "phase": phase, "error": error}
                 result["errors"].append(case)
                 print(f"right: {shape.name} rank {rank} {phase}: error {error:.1e}", flush=True)
-        compiled = compile_all(shape, tables_of[RANKS[0]])
+        compiled = compile_all(programs_of(shape), shape, tables_of[RANKS[0]])
         print(f"{shape.name}: compiled at {time.perf_counter() - begun:.0f} s", flush=True)
         for rank in RANKS:
             result["cases"] += measure(shape, rank, tables_of[rank], compiled, bandwidth)

@@ -32,6 +32,9 @@ from pallas_kernels.lora.tables import FactorTables, Routing
 
 Specs = dict[str, P]  # parameter path -> how it is cut
 
+# Lets a layer's LoRA kernels run beside its base products. Only decode gains by it.
+OVERLAP = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+
 
 class LayerInputs(NamedTuple):
     """What the layers of one step are told beside their hidden states."""
@@ -87,13 +90,22 @@ class StepPrograms:
         self._head_params = _part(params, "norm.", head)
         self._embed = _embed_program(loaded.model, _specs_of(self._embed_params, specs), mesh)
         self._head = _head_program(loaded.model, _specs_of(self._head_params, specs), mesh)
+        self._may_overlap = adapters is not None and mesh.devices.flat[0].platform == "gpu"
         self._spans = make_spans(config, layers_per_program, params)
         self._layers = {
-            span.like: _layers_program(
-                loaded.model, span, _specs_of(span.params, specs), mesh, adapters, backend
+            (span.like, overlap): _layers_program(
+                loaded.model,
+                span,
+                _specs_of(span.params, specs),
+                mesh,
+                adapters,
+                backend,
+                shared=len(self._spans) > 1,
+                overlap=overlap,
             )
             for span in self._spans
             if span.like == span.layers
+            for overlap in ((False, True) if self._may_overlap else (False,))
         }
 
     def run(
@@ -113,9 +125,10 @@ class StepPrograms:
         """
         x = self._embed(self._embed_params, tokens, last_token)
         written: KVCache = ()
+        overlap = self._may_overlap and phase == "decode" and inputs.tables is not None
         for span in self._spans:
             span_kv = kv[span.layers.start : span.layers.stop]
-            program = self._layers[span.like]
+            program = self._layers[span.like, overlap]
             x, span_kv = program(span.params, x, span_kv, inputs, span.offset, phase=phase)
             written += span_kv
         return written, self._head(self._head_params, x, logits_rows)
@@ -148,8 +161,14 @@ def _layers_program(
     mesh: Mesh,
     adapters: FactorPool | None,
     backend: Backend | None,
+    *,
+    shared: bool,
+    overlap: bool,
 ) -> Callable:
-    """(params, x, kv, inputs, offset, phase) -> (x, kv); x and kv are donated."""
+    """(params, x, kv, inputs, offset, phase) -> (x, kv); x and kv are donated.
+
+    `shared`: several spans may run it, each with its own offset.
+    """
     kv_spec = kv_specs(model.config)[span.layers.start : span.layers.stop]
 
     def layers(params, x, kv, inputs: LayerInputs, offset, *, phase: Phase):
@@ -163,11 +182,16 @@ def _layers_program(
                 adapters.shape.max_rank,
                 phase,
                 backend,
-                offset,
+                offset if shared else 0,
             )
         return bind(model, params).run_layers(span.layers, x, kv, inputs.attention, step)
 
-    @functools.partial(jax.jit, donate_argnums=(1, 2), static_argnames="phase")
+    @functools.partial(
+        jax.jit,
+        donate_argnums=(1, 2),
+        static_argnames="phase",
+        compiler_options=OVERLAP if overlap else None,
+    )
     def program(params, x, kv, inputs: LayerInputs, offset, *, phase: Phase):
         adapted = inputs.tables is not None
         adapter_specs = (TABLE_SPECS, P()) if adapted else (None, None)

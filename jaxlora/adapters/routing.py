@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import lora
-from pallas_kernels.lora.tables import FactorTables, Routing
+from pallas_kernels.lora.tables import TILE, FactorTables, Routing, decode_tiles
 
 
 BASE_SLOT = 0
@@ -18,7 +18,7 @@ BASE_SLOT = 0
 
 def decode_routing(slots: Int[np.ndarray, "tokens"]) -> Routing:
     """Host arrays for a step whose every token has its own slot; padding is a base row."""
-    return Routing(slots=slots, segments=np.zeros((0, 3), np.int32))
+    return Routing(slots, np.zeros((0, 3), np.int32), decode_tiles(slots))
 
 
 def prefill_routing(slots: Int[np.ndarray, "tokens"], max_segments: int) -> Routing:
@@ -33,7 +33,7 @@ def prefill_routing(slots: Int[np.ndarray, "tokens"], max_segments: int) -> Rout
         raise ValueError(f"{len(runs)} runs of slots in a step that holds {max_segments}")
     segments = np.zeros((max_segments, 3), np.int32)
     segments[: len(runs)] = runs
-    return Routing(slots=slots, segments=segments)
+    return Routing(slots, segments, np.zeros((0, 1 + TILE), np.int32))
 
 
 @dataclasses.dataclass(frozen=True)

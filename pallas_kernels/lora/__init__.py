@@ -9,17 +9,19 @@ from pallas_kernels.lora.api import (
     shrink,
     supported_backends,
 )
-from pallas_kernels.lora.tables import SIDE_A, SIDE_B, FactorTables, Routing
+from pallas_kernels.lora.tables import SIDE_A, SIDE_B, TILE, FactorTables, Routing, decode_tiles
 
 
 __all__ = [
     "SIDE_A",
     "SIDE_B",
+    "TILE",
     "Backend",
     "FactorTables",
     "Phase",
     "Routing",
     "add_delta",
+    "decode_tiles",
     "default_backend",
     "expand_add",
     "shrink",

@@ -12,7 +12,7 @@ What holds for every backend:
   anything, NaN included.
 - A backend named by the caller is used or refused (NotImplementedError), never replaced.
 
-`phase` picks the kernels: "decode" routes by `routing.slots` alone and suits few rows with an
+`phase` picks the kernels: "decode" routes by `routing.slots` and `tiles` and suits few rows with an
 adapter each; "prefill" routes by `routing.segments` and suits runs of tokens of one slot.
 `layer` may be traced. The rank rows of part p of a slot start in h at the sum of the earlier parts'
 ranks; the ranks of a slot sum to at most max_rank, the static bound.
@@ -28,7 +28,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels.lora import pallas_triton, reference
-from pallas_kernels.lora.tables import FactorTables, Routing
+from pallas_kernels.lora.tables import TILE, FactorTables, Routing
 
 
 Phase = Literal["decode", "prefill"]
@@ -199,6 +199,8 @@ def _check(
         raise ValueError(f"routing.slots: wanted shape {(tokens,)}, got {routing.slots.shape}")
     if routing.segments.ndim != 2 or routing.segments.shape[1] != 3:
         raise ValueError(f"routing.segments: wanted [n, 3], got {routing.segments.shape}")
+    if routing.tiles.ndim != 2 or routing.tiles.shape[1] != 1 + TILE:
+        raise ValueError(f"routing.tiles: wanted [n, {1 + TILE}], got {routing.tiles.shape}")
 
 
 def _check_outputs(y: Array, kinds: tuple[int, ...], widths: tuple[int, ...]) -> None:

@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 
 
 SIDE_A, SIDE_B = 0, 1
+TILE = 16  # tokens of a decode tile
 
 
 class FactorTables(NamedTuple):
@@ -36,11 +37,30 @@ class FactorTables(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Which token of a step uses which slot.
+    """Which token of a step uses which slot. Made on the host.
 
     `segments` rows are (slot, start, length): runs of tokens of one slot, in token order, slot 0
-    left out, length 0 where unused. Only the prefill kernels read them. Made on the host.
+    left out, length 0 where unused. Only the prefill kernels read them.
+
+    `tiles` rows are (slot, TILE token numbers): each token with an adapter is in one tile of its
+    slot. A token number past the last token fills a tile up; an unused row has slot 0. Only the
+    decode kernels read them.
     """
 
     slots: Int[Array | np.ndarray, "tokens"]
     segments: Int[Array | np.ndarray, "segments 3"]
+    tiles: Int[Array | np.ndarray, "tiles 1+TILE"]
+
+
+def decode_tiles(slots: Int[np.ndarray, "tokens"]) -> Int[np.ndarray, "tokens 1+TILE"]:
+    """`Routing.tiles` of a decode step, the used ones first."""
+    tokens = len(slots)
+    tiles = np.full((tokens, 1 + TILE), tokens, np.int32)
+    tiles[:, 0] = 0
+    order = np.argsort(slots, kind="stable")[np.count_nonzero(slots == 0) :]
+    ordered = slots[order]
+    place = np.arange(len(order)) - np.searchsorted(ordered, ordered)
+    tile = np.cumsum(place % TILE == 0) - 1
+    tiles[tile, 0] = ordered
+    tiles[tile, 1 + place % TILE] = order
+    return tiles

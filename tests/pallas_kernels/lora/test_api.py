@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.lora import FactorTables, add_delta, default_backend, expand_add, pallas_triton
+from pallas_kernels.lora import (
+    TILE,
+    FactorTables,
+    add_delta,
+    decode_tiles,
+    default_backend,
+    expand_add,
+    pallas_triton,
+    tilings,
+)
+from pallas_kernels.lora._triton_common import MAX_SPLITS, tiling
 from tests.pallas_kernels.lora import world as wd
 
 
@@ -36,13 +46,14 @@ def triton_add(y, x, tables, routing, layer, phase, widths, max_rank):
     return pallas_triton.expand_add(y, h, *args, widths=widths, **how)
 
 
-def call(y=None, x=None, tables=None, slots=(0, 1), **changes):
+def call(y=None, x=None, tables=None, slots=(0, 1), tiles=None, **changes):
     default_x, default_y = wd.inputs(len(slots))
+    routing = wd.routing(slots)
     return add_delta(
         default_y if y is None else y,
         default_x if x is None else x,
         tables or wd.world().tables,
-        wd.routing(slots),
+        routing if tiles is None else routing._replace(tiles=tiles),
         **{**HOW, "widths": wd.WIDTHS, **changes},
     )
 
@@ -55,6 +66,7 @@ def call(y=None, x=None, tables=None, slots=(0, 1), **changes):
         ({"kinds": ()}, "kinds: wanted"),
         ({"widths": (150, 40)}, "widths: wanted one a kind summing to 318"),
         ({"max_rank": 0}, "max_rank: wanted"),
+        ({"tiles": jnp.zeros((2, 8), jnp.int32)}, r"routing.tiles: wanted \[n, 17\]"),
         ({"x": jnp.ones((3, wd.D_IN))}, "x: wanted 2 tokens"),
         ({"y": jnp.ones((3, sum(wd.WIDTHS)))}, r"routing.slots: wanted shape \(3,\)"),
     ],
@@ -108,7 +120,11 @@ def shapes(tokens, d_in, widths, w, dtype, y_dtype, parts=1, layers=3, slots=9):
         struct(table, jnp.int32),
         struct(table, jnp.float32),
     )
-    routing = wd.Routing(struct((tokens,), jnp.int32), struct((5, 3), jnp.int32))
+    routing = wd.Routing(
+        struct((tokens,), jnp.int32),
+        struct((5, 3), jnp.int32),
+        struct((tokens, 1 + TILE), jnp.int32),
+    )
     return struct((tokens, sum(widths)), y_dtype), struct((tokens, d_in), y_dtype), tables, routing
 
 
@@ -140,16 +156,31 @@ def test_all_layers_share_one_lowered_pallas_kernel():
     assert text.count("__gpu$xla.gpu.triton") == 2
 
 
-def test_tiles_do_not_depend_on_the_batch_and_partials_are_few():
-    for d, w in ((576, 64), (4096, 256), (12288, 256), (53248, 64)):
-        for phase in ("decode", "prefill"):
-            tiling = pallas_triton.shrink_tiling(d, w, phase)
-            assert tiling.programs <= pallas_triton.MAX_SPLITS
-            assert tiling.programs * tiling.span >= d
-            assert w % tiling.columns == 0
-    assert np.all(
-        np.diff([pallas_triton.expand_tiling(d, 64, "decode").programs for d in (64, 4096)]) > 0
-    )
+@pytest.mark.parametrize("card", ["a card never tuned", "NVIDIA H200"])
+def test_partials_are_few_and_tiles_lie_inside_a_column_block(card):
+    for kernel, choice in tilings.choices(card).items():
+        for d, w in ((576, 64), (4096, 256), (12288, 256), (53248, 64)):
+            cut = tiling(d, w, choice, MAX_SPLITS if kernel.endswith("shrink") else None)
+            assert kernel.endswith("expand") or cut.programs <= MAX_SPLITS
+            assert cut.programs * cut.span >= d
+            assert w % cut.columns == 0
+
+
+@pytest.mark.parametrize("slots", [(), (0,), (3,), (2, 0, 4, 1, 4, 0, 5), (7,) * 40, (0, 9) * 30])
+def test_decode_tiles_hold_every_token_with_an_adapter_once(slots):
+    slots = np.asarray(slots, np.int32)
+    tiles = decode_tiles(slots)
+    assert tiles.shape == (len(slots), 1 + TILE)
+    seen = []
+    for slot, *tokens in tiles:
+        real = [t for t in tokens if t < len(slots)]
+        assert slot == 0 or real
+        assert all(slots[t] == slot for t in real)
+        seen += real
+    assert sorted(seen) == list(np.flatnonzero(slots))
+    used = np.count_nonzero(tiles[:, 0])
+    assert (tiles[:used, 0] > 0).all()
+    assert used == sum(-(-n // TILE) for n in np.bincount(slots)[1:])
 
 
 def test_tables_of_different_shapes_are_refused():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.lora import FactorTables, Routing, add_delta
+from pallas_kernels.lora import FactorTables, Routing, add_delta, decode_tiles
 
 
 D_IN = 200
@@ -86,7 +86,8 @@ def routing(slots, spare: int = 2) -> Routing:
     empty = [(0, 0, 0)] * spare
     segments = np.asarray((runs[:1] + empty[:1] + runs[1:] + empty)[: len(slots) + spare])
     segments = np.pad(segments, ((0, len(slots) + spare - len(segments)), (0, 0)))
-    return Routing(jnp.asarray(slots), jnp.asarray(segments, jnp.int32))
+    tiles = jnp.asarray(decode_tiles(slots))
+    return Routing(jnp.asarray(slots), jnp.asarray(segments, jnp.int32), tiles)
 
 
 def inputs(tokens: int, x_dtype: str = "float32", y_dtype: str = "float32", seed: int = 1):

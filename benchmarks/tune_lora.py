@@ -1,0 +1,160 @@
+"""Find the Triton LoRA kernels' tile choices on this card and keep them in tilings.json.
+
+    python -m benchmarks.tune_lora [--dry-run]
+
+Every candidate of a kernel runs over module groups of Qwen3-8B layers at rank 16, call after call;
+what counts is the geometric mean of a layer's time over the cases of its phase. One choice serves a
+phase, whatever the batch: a row's bits must not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.lora_kernels import routing_of
+from benchmarks.lora_layers import GROUPS, MODULES, make_tables
+from pallas_kernels.lora import pallas_triton, tilings
+from pallas_kernels.lora.tilings import Choice
+
+
+LAYERS, RANK = 24, 16
+TRIED = {"shrink": (GROUPS[0], GROUPS[3]), "expand": (GROUPS[0], GROUPS[2])}  # the others are alike
+CASES = {
+    "decode": [(1, 1), (64, 1), (64, 64)],
+    "prefill": [(8192, 1), (8192, 32)],
+}
+
+
+def candidates(kernel: str) -> list[Choice]:
+    """Choices worth a try on a card of Hopper's kind."""
+    if kernel == "decode_shrink":
+        cuts = [(256, 512, 3), (256, 1024, 3), (128, 512, 5), (128, 1024, 4)]
+        out = [Choice(16, 64, 64, c, span, w, s) for c, span, s in cuts for w in (1, 2)]
+        return [*out, Choice(16, 64, 64, 256, 512, 4, 3)]
+    if kernel == "decode_expand":
+        cuts = [(256, 1024, 4, 3), (256, 512, 4, 3), (256, 2048, 4, 4), (128, 1024, 4, 4)]
+        cuts += [(128, 512, 2, 4), (256, 1024, 2, 3), (128, 256, 4, 1), (256, 512, 4, 1)]
+        out = [Choice(16, 64, 64, c, span, w, s) for c, span, w, s in cuts]
+        return [*out, Choice(16, 32, 64, 256, 512, 4, 3), Choice(16, 32, 64, 128, 512, 4, 4)]
+    if kernel == "prefill_shrink":
+        cuts = [(64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 4, 4), (64, 64, 4, 5), (32, 128, 4, 3)]
+        return [Choice(t, 0, 64, c, 2048, w, s) for t, c, w, s in cuts]
+    cuts = [(32, 128, 4), (16, 128, 2), (16, 256, 2), (16, 256, 4), (16, 512, 4), (16, 512, 8)]
+    return [Choice(t, 0, 64, min(c, 256), c, w, 1) for t, c, w in cuts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    kernel: str
+    choice: Choice
+    tokens: int
+
+    @property
+    def phase(self) -> str:
+        return self.kernel.split("_")[0]
+
+    def inputs(self):
+        """A group's x, or its y and h, for every group."""
+        key, out = jax.random.key(0), []
+        for group in TRIED[self.kernel.split("_")[1]]:
+            d_in, d_out = MODULES[group[0]][0], sum(MODULES[k][1] for k in group)
+            x = jax.random.normal(key, (self.tokens, d_in), jnp.bfloat16)
+            if self.kernel.endswith("shrink"):
+                out.append(x)
+            else:
+                splits = pallas_triton.splits(d_in, 256, self.phase)
+                h = jnp.ones((len(group), splits, self.tokens, RANK), jnp.float32) / 64
+                out.append((jax.random.normal(key, (self.tokens, d_out), jnp.bfloat16), h))
+        return out
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def chain(self, state, tables, routing):
+        how = {"phase": self.phase, "interpret": False, "cut_by": self.choice}
+        made = []  # kept, so that no call is left out; they run one after the other all the same
+        for layer in range(LAYERS):
+            at = (tables, routing, jnp.int32(layer))
+            for i, kinds in enumerate(TRIED[self.kernel.split("_")[1]]):
+                if self.kernel.endswith("shrink"):
+                    x = state[i]
+                    made.append(pallas_triton.shrink(x, *at, kinds=kinds, max_rank=RANK, **how))
+                else:
+                    y, h = state[i]
+                    widths = tuple(MODULES[k][1] for k in kinds)
+                    y = pallas_triton.expand_add(y, h, *at, kinds=kinds, widths=widths, **how)
+                    state[i] = (y, h)
+        return state, made
+
+    def compile(self, tables):
+        state = jax.eval_shape(self.inputs)
+        routing = routing_of(self.phase, self.tokens, 1)
+        return self.chain.lower(self, state, tables, routing).compile()
+
+
+def seconds(compiled, state, tables, routing, repeats: int) -> float:
+    state, _ = compiled(state, tables, routing)
+    times = []
+    for _ in range(3):
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            state, _ = compiled(state, tables, routing)
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - start) / repeats)
+    return float(np.median(times)) / LAYERS
+
+
+def tune(kernel: str, tables) -> list[dict]:
+    """Every candidate's µs a layer, the best first."""
+    phase = kernel.split("_")[0]
+    cases = CASES[phase]
+    trials = [Trial(kernel, c, t) for c in candidates(kernel) for t in {t for t, _ in cases}]
+    with ThreadPoolExecutor(12) as pool:
+        compiled = dict(zip(trials, pool.map(lambda t: t.compile(tables), trials), strict=True))
+    rows = []
+    for choice in candidates(kernel):
+        us = []
+        for tokens, adapters in cases:
+            trial = Trial(kernel, choice, tokens)
+            routing = routing_of(phase, tokens, adapters)
+            repeats = 10 if phase == "decode" else 2
+            us.append(1e6 * seconds(compiled[trial], trial.inputs(), tables, routing, repeats))
+        rows.append(
+            {"choice": choice._asdict(), "us": us, "score": float(np.exp(np.log(us).mean()))}
+        )
+    return sorted(rows, key=lambda row: row["score"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tunes the LoRA kernels on this card.")
+    parser.add_argument("--kernels", nargs="+", default=list(tilings.choices("")))
+    parser.add_argument("--dry-run", action="store_true", help="print, but keep nothing")
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        raise SystemExit("benchmarks.tune_lora: needs a GPU")
+    tables, card = make_tables(LAYERS, RANK), jax.devices()[0].device_kind
+    log = {}
+    for kernel in options.kernels:
+        log[kernel] = tune(kernel, tables)
+        if not options.dry_run:
+            tilings.keep(card, {kernel: log[kernel][0]["choice"]})
+        print(f"{kernel}: us a layer at {CASES[kernel.split('_')[0]]} (tokens, adapters)")
+        for row in log[kernel]:
+            us = " ".join(f"{us:7.1f}" for us in row["us"])
+            print("  ", us, *(f"{k} {v}" for k, v in row["choice"].items()), flush=True)
+        if "OUT" in os.environ:
+            Path(os.environ["OUT"], "tune_lora.json").write_text(json.dumps(log, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -87,6 +87,18 @@ def test_a_refused_adapter_gives_its_reason_and_status_1(tmp_path, model, good, 
     assert [report["refused"] is None for report in reports] == [True, False]
 
 
+def test_the_tokens_that_activate_an_adapter_are_reported(tmp_path, model, capsys):
+    tensors = random_factors(modules_of(model))
+    folder = write_adapter(tmp_path / "later", tensors, alora_invocation_tokens=[5, 63])
+    assert run("--model", model, folder) == 0
+    assert "begins at     tokens [5, 63]" in capsys.readouterr().out
+    assert run("--model", model, "--json", folder) == 0
+    assert json.loads(capsys.readouterr().out)[0]["invocation_tokens"] == [5, 63]
+    write_adapter(folder, tensors, alora_invocation_tokens=[5, 64])
+    assert run("--model", model, folder) == 1
+    assert "has token 64; this base has tokens 0 to 63" in capsys.readouterr().out
+
+
 def test_the_servers_rank_limit_is_checked(model, good, capsys):
     assert run("--model", model, "--max-adapter-rank", 2, good) == 1
     assert "over --max-adapter-rank 2" in capsys.readouterr().out

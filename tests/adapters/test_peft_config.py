@@ -148,7 +148,17 @@ def test_a_bare_backbones_layers_have_no_name_before_them_and_match_no_layer_num
         ({"init_lora_weights": "random"}, "init_lora_weights is 'random'"),
         ({"init_lora_weights": 1}, "init_lora_weights is 1"),
         ({"trainable_token_indices": []}, "trainable_token_indices is []"),
-        ({"alora_invocation_tokens": []}, "alora_invocation_tokens is []"),
+        *(
+            ({"alora_invocation_tokens": tokens}, "alora_invocation_tokens is ")
+            for tokens in ([], [1, -1], [True], [1.0], [[1]], ["a"], "ab", 7, {"a": 1}, False)
+        ),
+        *(
+            (
+                {"alora_invocation_tokens": [1], "task_type": task},
+                f"alora_invocation_tokens with task_type {task!r}: peft activates such an adapter",
+            )
+            for task in (None, "FEATURE_EXTRACTION")
+        ),
         ({"arrow_config": {}}, "arrow_config is {}"),
     ],
 )

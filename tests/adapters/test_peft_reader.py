@@ -385,3 +385,17 @@ def test_reading_takes_little_memory_beyond_the_files_size(tmp_path):
     tracemalloc.stop()
     assert len(adapter.factors) == 16
     assert kept < 1.05 * size and peak < 1.5 * size
+
+
+def test_invocation_tokens_are_ids_of_the_bases_vocabulary(tmp_path):
+    last = DENSE.vocab_size - 1
+    adapter = read(write_adapter(tmp_path, alora_invocation_tokens=[last, 0, last]))
+    assert adapter.invocation_tokens == (last, 0, last)
+    message = refusal(write_adapter(tmp_path, alora_invocation_tokens=[0, last + 1, 5]))
+    assert f"has token {last + 1}; this base has tokens 0 to {last}: an adapter of ano" in message
+
+
+def test_an_activated_adapter_is_never_taken_for_the_plain_one(tmp_path):
+    plain = read(write_adapter(tmp_path / "a"))
+    activated = read(write_adapter(tmp_path / "b", alora_invocation_tokens=[5, 6]))
+    assert plain.invocation_tokens == () and plain.key != activated.key

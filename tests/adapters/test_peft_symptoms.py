@@ -10,6 +10,8 @@ import os
 import numpy as np
 import pytest
 
+from jaxlora.adapters.modules import AdaptableModule, ModuleTable, ParallelKind
+from jaxlora.adapters.placement import cut
 from jaxlora.errors import AdapterError
 from tests.support.peft_folders import random_factors, read, write_adapter
 
@@ -67,6 +69,34 @@ def test_routed_expert_deltas_are_dropped_silently(tmp_path, name):
     refused(
         write_adapter(tmp_path, target_parameters=["mlp.experts.down_proj"]), "target_parameters is"
     )
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.o_proj"])
+def test_wrong_output_with_tp_and_right_on_one_gpu(tmp_path, name):
+    """vllm-project/vllm#21471, #4676: what the ranks add, together, is the whole delta."""
+    kind = {"self_attn.q_proj": ParallelKind.COLUMN, "self_attn.o_proj": ParallelKind.ROW}[name]
+    module = AdaptableModule(name, 8, 12, kind)
+    modules = ModuleTable(1, (module,), vocab_size=1)
+    tensors = {k: np.rint(4 * v) for k, v in random_factors(modules, [name]).items()}  # exact sums
+    adapter = read(write_adapter(tmp_path, tensors, target_modules=[name], lora_alpha=3), modules)
+    factors = adapter.factors[0, name]
+    (whole,), halves = (
+        [(b.T @ a) * factors.scale for a, b in cut(factors, module, tp)] for tp in (1, 2)
+    )
+    axis = 0 if kind is ParallelKind.COLUMN else 1
+    np.testing.assert_array_equal(np.concatenate(halves, axis), whole)
+    expected = (
+        tensors[f"base_model.model.model.layers.0.{name}.lora_B.weight"]
+        @ (tensors[f"base_model.model.model.layers.0.{name}.lora_A.weight"])
+    )
+    np.testing.assert_array_equal(whole, expected)
+
+
+def test_an_activated_adapter_is_taken_for_plain_lora(tmp_path):
+    """Its tensors are plain LoRA's: who does not read the config's key adapts every token."""
+    adapter = read(write_adapter(tmp_path, alora_invocation_tokens=[5, 6]))
+    assert adapter.first_position([1, 5, 6, 2, 5, 6, 3]) == 4
+    assert adapter.first_position([1, 5, 2, 6]) is None
 
 
 def test_same_name_and_path_with_new_bytes_reuses_the_old_adapters_cache(tmp_path):

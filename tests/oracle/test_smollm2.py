@@ -48,6 +48,7 @@ def llm() -> LLM:
     return LLM(
         MODEL,
         adapters=ADAPTERS,
+        dtype="float32",
         max_num_seqs=len(PROMPTS) * (1 + len(ADAPTERS)),
         max_model_len=128,
         prefill_chunk=64,

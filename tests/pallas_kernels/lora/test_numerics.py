@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.lora import add_delta, expand_add, shrink, supported_backends
+from pallas_kernels.lora import add_delta, expand_add, pallas_triton, shrink, supported_backends
 from tests.pallas_kernels.lora import world as wd
 from tests.tolerances import LORA_KERNEL
 
@@ -121,6 +121,27 @@ def test_a_row_has_the_same_bits_in_a_longer_run(run):
     slots = np.asarray(LONG)[-len(MIXED) :]
     short = wd.bits(run(slots, x[-len(MIXED) :], y[-len(MIXED) :]))
     np.testing.assert_array_equal(short, long[-len(MIXED) :])
+
+
+def test_a_row_of_nan_and_infinity_stays_a_matter_of_its_own(run):
+    x, y = wd.inputs(len(MIXED))
+    clean = wd.bits(run(MIXED, x, y))
+    bad = wd.bits(run(MIXED, x.at[2].set(np.nan).at[4].set(np.inf), y))
+    others = [t for t in range(len(MIXED)) if t not in (2, 4)]
+    np.testing.assert_array_equal(bad[others], clean[others])
+
+
+def test_few_programs_that_go_through_many_tiles_give_the_same_bits(monkeypatch):
+    x, y = wd.inputs(len(MIXED))
+    how = {
+        "layer": wd.LAYER, "kinds": (0, 1, 2), "widths": wd.WIDTHS, "max_rank": wd.MAX_RANK,
+        "phase": "decode", "backend": "triton", "interpret": INTERPRET,
+    }  # fmt: skip
+    args = (y, x, wd.world().tables, wd.routing(MIXED))
+    want = wd.bits(add_delta(*args, **how))
+    usual = pallas_triton.choice
+    monkeypatch.setattr(pallas_triton, "choice", lambda k: usual(k)._replace(programs=3))
+    np.testing.assert_array_equal(wd.bits(add_delta(*args, **how)), want)
 
 
 def test_the_same_call_gives_the_same_bits(run):

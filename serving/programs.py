@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -135,7 +135,7 @@ class StepPrograms:
 
     def cache_sizes(self) -> list[int]:
         """How many executables each program has: they must not grow after the warm-up."""
-        programs = [self._embed, self._head, *self._layers.values()]
+        programs: list[Any] = [self._embed, self._head, *self._layers.values()]
         return [program._cache_size() for program in programs]
 
 

@@ -24,6 +24,8 @@ from serving.http.responses import Usage
 from serving.http.schemas import REFUSED_STREAM_OPTIONS, GenerationFields, StreamOptions
 
 
+MAX_CHOICES = 128  # a prompt
+MAX_CHOICES_IN_ALL = 2048
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024  # characters; stop strings are searched for after every token
 
@@ -85,13 +87,22 @@ def plan(
     )
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+    choices = 1 if fields.n is None else fields.n
+    if not 1 <= choices <= MAX_CHOICES or choices * len(prompts) > MAX_CHOICES_IN_ALL:
+        raise InvalidRequestError(
+            f"n must be 1 to {MAX_CHOICES}, and at most {MAX_CHOICES_IN_ALL} over all prompts,"
+            f" got {choices}",
+            param="n",
+        )
     request_id = f"{id_prefix}-{uuid.uuid4().hex}"
     requests = []
-    for index, prompt in enumerate(prompts):
+    for prompt in prompts:
         field = prompt_field if max_tokens is None else max_tokens_field
         limit = answer_limit(len(prompt), max_tokens, max_model_len, field)
         sampling = sampling_params(fields, limit, vocab_size)
-        requests.append(Request(f"{request_id}-{index}", prompt, sampling, adapter))
+        for choice in range(choices):
+            child = f"{request_id}-{len(requests)}"
+            requests.append(Request(child, prompt, choice_sampling(sampling, choice), adapter))
     return Generation(
         id=request_id,
         model=adapter.name if adapter else fields.model or "",
@@ -101,6 +112,13 @@ def plan(
         include_usage=bool(options.include_usage),
         return_token_ids=bool(fields.return_token_ids),
     )
+
+
+def choice_sampling(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Choices of one prompt differ by their seeds, which follow the request's own."""
+    if sampling.seed is None or not choice:
+        return sampling
+    return dataclasses.replace(sampling, seed=(sampling.seed + choice) % 2**64)
 
 
 def answer_limit(prompt_tokens: int, max_tokens: int | None, max_model_len: int, field: str) -> int:

@@ -22,6 +22,7 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class GenerationFields(ModelFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What chat and plain completions have in common. None is the same as left out."""
 
+    n: int | None = None  # choices a prompt
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -95,7 +96,6 @@ class DetokenizeRequest(ModelFields, frozen=True, kw_only=True, forbid_unknown_f
 Refused = dict[str, tuple[Any, ...]]
 
 _REFUSED: Refused = {
-    "n": (1,),
     "prompt_logprobs": (),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),

@@ -170,3 +170,22 @@ def test_stream_with_token_ids_gives_the_prompts_once(call):
     choices = [chunk["choices"][0] for chunk in events(response.text)]
     assert [choice.get("prompt_token_ids") for choice in choices] == [[BOS, 97, 98], None, None]
     assert sum((choice["token_ids"] for choice in choices), []) == [BOS, 97, 98]
+
+
+def test_n_gives_as_many_choices_a_prompt_whose_tokens_count_once(call, engine):
+    answer = call("POST", "/v1/completions", json=body(prompt=["ab", "c"], n=2, seed=7)).json()
+    Completion.model_validate(answer, strict=True)
+    assert [choice["text"] for choice in answer["choices"]] == ["ab", "ab", "c", "c"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 10, "total_tokens": 15}
+    assert len({request.request_id for request in engine.requests}) == 4
+    assert sorted(request.sampling.seed for request in engine.requests) == [7, 7, 8, 8]
+
+
+def test_a_stream_of_n_choices_tells_them_apart(call):
+    text = call("POST", "/v1/completions", json=body(prompt="ab", n=3, stream=True)).text
+    texts = {0: "", 1: "", 2: ""}
+    for chunk in events(text):
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == {0: "ab", 1: "ab", 2: "ab"}

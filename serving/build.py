@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import cast
@@ -224,7 +225,7 @@ def _read_adapters(
             name=source.name,
             modules=modules,
             base_fingerprint=model.fingerprint,
-            base_name=config.model.resolve().name,
+            base_name=os.path.basename(os.path.realpath(config.model)),
             strength=source.strength,
             max_rank=config.max_adapter_rank,
         )

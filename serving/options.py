@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def parse_options(arguments: Sequence[str] | None) -> tuple[EngineConfig, Server
         fields = {field.name for field in dataclasses.fields(ServerConfig)}
         server = {name: given.pop(name) for name in fields & given.keys()}
         model: Path = given["model"]
-        server["name"] = server["name"] or model.resolve().name
+        server["name"] = server["name"] or os.path.basename(os.path.realpath(model))
         server["aliases"] = tuple(given.pop("alias"))
         return EngineConfig(adapters=adapters, **given), ServerConfig(**server)
     except ConfigError as error:
@@ -56,7 +57,10 @@ def parse_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number of bytes such as 1048576, 512MiB or 2GB"
         )
-    return int(float(match[1]) * _BYTE_UNITS[match[2]])
+    count = float(match[1]) * _BYTE_UNITS[match[2]]
+    if count >= 2**63:
+        raise argparse.ArgumentTypeError("is more bytes than any machine has")
+    return int(count)
 
 
 class _Parser(argparse.ArgumentParser):

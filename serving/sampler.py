@@ -207,8 +207,9 @@ def _filtered(logits, rows: LaneState):
     """
     vocab = logits.shape[-1]
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
-    logits = logits / temperature[:, None]
-    distance = jnp.max(logits, axis=-1, keepdims=True) - logits
+    # From the best logit down, lest a tiny temperature make infinities of good ones.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
+    distance = -logits
 
     top_k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
     ones = jnp.ones_like(distance)

@@ -110,10 +110,12 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; names of special tokens in it become those tokens.
 
+        Other threads run meanwhile: the library's `encode` would hold them up, a batch does not.
+
         Raises ValueError for text that has no UTF-8 form (a lone surrogate).
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             raise ValueError("text holds a lone surrogate, which has no UTF-8 form") from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,15 +121,16 @@ def _read_base(folder: Path, tp: int) -> Base:
 
     config = ModelConfig.from_folder(folder)
     modules = build(config, tp, jnp.float32).modules
-    return Base(folder.resolve().name, config.fingerprint, modules)
+    return Base(os.path.basename(os.path.realpath(folder)), config.fingerprint, modules)
 
 
 def _as_text(report: dict[str, Any]) -> str:
+    folder = _printable(report["adapter"])
     if report["refused"]:
-        return f"{report['adapter']}: REFUSED\n  {report['refused']}"
+        return f"{folder}: REFUSED\n  {_printable(report['refused'])}"
     sizes = ", ".join(f"{size:,} in {dtype}" for dtype, size in report["bytes_per_rank"].items())
     lines = [
-        f"{report['adapter']}: ok",
+        f"{folder}: ok",
         f"  identity key  {report['key']}",
         f"  bytes a rank  {sizes}",
         f"  modules       {len(report['modules'])}, rank up to {report['max_rank']}",
@@ -141,6 +143,14 @@ def _as_text(report: dict[str, Any]) -> str:
         for module in report["modules"]
     ]
     return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    """A folder may be called anything; its name may neither forge a line nor fail to print."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for c in text
+    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -9,11 +10,12 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request
 
-from serving.errors import InvalidRequestError, PayloadTooLargeError
+from serving.errors import InvalidRequestError, PayloadTooLargeError, UnavailableError
 from serving.http.schemas import Refused
 
 
-MAX_BODY_BYTES = 32 * 2**20
+# Parsing holds up every stream: this much takes well under a second.
+MAX_BODY_BYTES = 4 * 2**20
 
 T = TypeVar("T")
 
@@ -24,21 +26,30 @@ _FIELD = re.compile(r" field `(.+)`")
 async def read_object(request: Request) -> dict[str, Any]:
     """The body as a JSON object.
 
-    Raises InvalidRequestError where it is none, and PayloadTooLargeError over MAX_BODY_BYTES.
+    Raises InvalidRequestError where it is none, PayloadTooLargeError over MAX_BODY_BYTES, and
+    UnavailableError where the server stops before all of it has come.
     """
+    try:
+        body = await _read(request)
+    except asyncio.CancelledError:  # only a server that stops, and has waited long enough, does it
+        raise UnavailableError("the server is stopping") from None
+    try:
+        data = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise InvalidRequestError("the request body must be a JSON object")
+    return data
+
+
+async def _read(request: Request) -> bytes:
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > MAX_BODY_BYTES:
             raise PayloadTooLargeError(f"the request body is over {MAX_BODY_BYTES} bytes")
         chunks.append(chunk)
-    try:
-        data = msgspec.json.decode(b"".join(chunks))
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-        raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise InvalidRequestError("the request body must be a JSON object")
-    return data
+    return b"".join(chunks)
 
 
 def decode(data: Mapping[str, Any], schema: type[T], refused: Refused, where: str = "") -> T:

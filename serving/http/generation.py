@@ -24,6 +24,7 @@ from serving.http.responses import Usage
 from serving.http.schemas import REFUSED_STREAM_OPTIONS, GenerationFields, StreamOptions
 
 
+MAX_ANSWER = 2**31 - 1  # tokens; the context ends it long before
 MAX_CHOICES = 128  # a prompt
 MAX_CHOICES_IN_ALL = 2048
 MAX_STOP_STRINGS = 32
@@ -78,9 +79,10 @@ def plan(
     `max_tokens` None gives each answer what its prompt leaves of the context. The two `_field`s are
     what the client calls them. Raises InvalidRequestError, or ContextLengthError with the numbers.
     """
-    if max_tokens is not None and max_tokens < 1:
+    if max_tokens is not None and not 1 <= max_tokens <= MAX_ANSWER:
         raise InvalidRequestError(
-            f"{max_tokens_field} must be at least 1, got {max_tokens}", param=max_tokens_field
+            f"{max_tokens_field} must be 1 to {MAX_ANSWER}, got {str(max_tokens)[:40]}",
+            param=max_tokens_field,
         )
     options = decode(
         fields.stream_options or {}, StreamOptions, REFUSED_STREAM_OPTIONS, "stream_options."

@@ -44,7 +44,11 @@ async def completion_prompts(
         raise InvalidRequestError(
             f"prompt holds {len(items)} prompts, at most {MAX_PROMPTS} are served", param="prompt"
         )
-    return [await _prompt(tokenizer, item, add_special_tokens, max_model_len) for item in items]
+
+    def read() -> list[TokenIds]:
+        return [_prompt(tokenizer, item, add_special_tokens, max_model_len) for item in items]
+
+    return await run_long(sum(map(len, items)), read)
 
 
 async def chat_prompt(
@@ -100,7 +104,7 @@ def _items(prompt: str | list[Any]) -> list[str] | list[list[int]]:
     raise InvalidRequestError("prompt must not be empty", param="prompt")
 
 
-async def _prompt(
+def _prompt(
     tokenizer: Tokenizer, item: str | list[int], add_special_tokens: bool, max_model_len: int
 ) -> TokenIds:
     if isinstance(item, list):
@@ -109,7 +113,7 @@ async def _prompt(
     ids = []
     _check_fits(item, tokenizer, max_model_len, "prompt")
     if item:  # an empty text may not become a lone BOS
-        ids = await run_long(len(item), lambda: tokenizer.encode(item, add_special_tokens))
+        ids = tokenizer.encode(item, add_special_tokens)
     return _not_empty(ids, "prompt")
 
 

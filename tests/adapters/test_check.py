@@ -140,3 +140,11 @@ def test_bytes_are_of_the_true_rank_and_modules(tmp_path):
     for tp, width in ((1, 64 + 128), (2, 64 + 64)):
         sizes = check.bytes_per_rank(adapter, modules, tp)
         assert sizes == {"bfloat16": 2 * 5 * width * 2, "float32": 2 * 5 * width * 4}
+
+
+def test_a_folders_name_can_neither_forge_a_line_nor_fail_to_print(model, good, tmp_path, capsys):
+    for name in ("good\nother: ok", "good\udcff"):
+        assert run("--model", model, tmp_path / name) == 1
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 2 and "\n" not in lines[0] and lines[0].endswith("REFUSED")
+        "".join(lines).encode()

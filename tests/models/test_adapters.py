@@ -10,11 +10,15 @@ from tests.support.peft_cases import GOLDEN, GOLDEN_CASES, Served, mixed_rows
 from tests.tolerances import LOGITS_ATOL
 
 
-@pytest.mark.parametrize("family", GOLDEN_CASES)
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_mixed_batch_has_pefts_logits_and_the_bare_bases_bits(family: str, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "tp", "layers_per_program"),
+    [("llama", 1, 2), ("llama", 2, 1), ("qwen3_biases", 1, 1), ("qwen3_biases", 2, 2)],
+)
+def test_a_mixed_batch_has_pefts_logits_and_the_bare_bases_bits(
+    family: str, tp: int, layers_per_program: int
+) -> None:
     folders = {name: GOLDEN / family / name for name in GOLDEN_CASES[family]}
-    served = Served(families.GOLDEN / family, folders, tp)
+    served = Served(families.GOLDEN / family, folders, tp, layers_per_program)
     rows = mixed_rows(GOLDEN_CASES[family])
     with np.load(GOLDEN / family / "logits.npz") as expected:
         for row, got, bare in zip(

@@ -73,6 +73,13 @@ def test_filters_keep_what_sorting_keeps(seed):
         np.testing.assert_array_equal(kept[row], kept_by_sorting(np.asarray(logits[row]), case))
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 2e-38, 1.2e-38, 1e-45, 1e-300])
+def test_the_smallest_temperatures_choose_the_best_token(temperature):
+    logits = random_logits(1, scale=10.0)
+    _, tokens = draw(make_lanes([SamplingParams(temperature=temperature)]), [0], [5], logits)
+    assert int(tokens[0]) == int(jnp.argmax(logits[0]))
+
+
 def test_tokens_that_tie_at_a_limit_are_all_kept():
     logits = jnp.asarray([[5.0, 4.0, 4.0, 1.0]])
     rows = jax.tree.map(lambda t: t[:1], make_lanes([SamplingParams(top_k=2)]))

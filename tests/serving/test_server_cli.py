@@ -92,6 +92,7 @@ MISTAKES = [
     ("--model m --load-format pickle", "pickle"),
     ("--model m --kv-memory 5XB", "5XB"),
     ("--model m --kv-memory -5", "--kv-memory"),
+    (f"--model m --kv-memory {'9' * 400}", "--kv-memory"),
     ("--model m --adapter a", "NAME=VALUE"),
     ("--model m --adapter =dir", "NAME=VALUE"),
     ("--model m --adapter a=", "NAME=VALUE"),

@@ -47,15 +47,14 @@ def make_programs(
     mesh: Mesh,
     *,
     adapters: AdapterRows | None = None,
-    layers_per_program: int | None = None,
+    layers_per_program: int = 1,
 ) -> StepPrograms:
-    """The served programs, all layers in one unless told; `run` after `run` may use the same."""
-    config = loaded.model.config
+    """The served programs, by default one a kind of layer as on a CPU; runs may share them."""
     return StepPrograms(
-        config,
+        loaded.model.config,
         loaded,
         mesh,
-        layers_per_program=layers_per_program or config.num_layers,
+        layers_per_program=layers_per_program,
         adapters=adapters.pool if adapters else None,
         backend=adapters.backend if adapters else None,
     )

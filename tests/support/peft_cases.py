@@ -84,7 +84,9 @@ def mixed_rows(adapters: Sequence[str]) -> list[Row]:
 class Served:
     """A tiny model and PEFT folders as served, on `tp` ranks; compiles a step shape once."""
 
-    def __init__(self, model: Path, adapters: Mapping[str, Path], tp: int) -> None:
+    def __init__(
+        self, model: Path, adapters: Mapping[str, Path], tp: int, layers_per_program: int = 1
+    ) -> None:
         config = ModelConfig.from_folder(model)
         self.mesh = make_mesh(tp)
         self.loaded: LoadedModel = load_model(model, config, self.mesh, jnp.float32)
@@ -100,8 +102,12 @@ class Served:
         self._slots: dict[str | None, int] = {None: 0}
         self._slots |= {adapter.name: self._pool.load(adapter) for adapter in read}
         rows = AdapterRows(self._pool, ())
-        self._with = make_programs(self.loaded, self.mesh, adapters=rows, layers_per_program=1)
-        self._without = make_programs(self.loaded, self.mesh, layers_per_program=1)
+        self._with, self._without = (
+            make_programs(
+                self.loaded, self.mesh, adapters=given, layers_per_program=layers_per_program
+            )
+            for given in (rows, None)
+        )
 
     def run(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Logits [tokens, vocab] of each row, all in one batch."""

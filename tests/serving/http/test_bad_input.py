@@ -63,6 +63,7 @@ def assert_error(response, status: int, param: str | None, code: str | None = No
         ({"prompt": ["a"] * (MAX_PROMPTS + 1)}, "prompt"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**4299}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"max_tokens": 5.5}, "max_tokens"),

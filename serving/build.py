@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -37,6 +38,8 @@ from serving.scheduler import Scheduler
 from serving.shapes import BLOCK_SIZE, PLATFORM_DEFAULTS, StepShapes
 from serving.tokenizer import Tokenizer
 
+
+logger = logging.getLogger(__name__)
 
 # Share of a card's free memory that the KV pool takes when --kv-memory is auto; the rest is for
 # activations and the compiler's scratch.
@@ -115,8 +118,10 @@ def build_engine(plan: Plan, recorder: Recorder | None = None) -> EngineCore:
             kernel_backend=cast(lora.Backend | None, config.kernel_backend),  # checked in the plan
         )
     with _memory_holds("a step: lower --kv-memory, --prefill-chunk or --max-num-seqs"):
-        for compile_and_run in progress(runner.warm_ups(), "compiling"):
-            compile_and_run()
+        programs = runner.warm_ups()
+    logger.info("compiling %d programs", len(programs))
+    for compile_and_run in progress(programs, "compiling"):
+        compile_and_run()
     scheduler = Scheduler(
         BlockPool(blocks, BLOCK_SIZE),
         lanes=plan.shapes.max_num_seqs,

@@ -122,22 +122,55 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "dummy"),
         help="dummy: random weights from config.json alone",
     )
-    group.add_argument("--tp", default=config.tp, type=_count, metavar="N", help="devices")
+    group.add_argument(
+        "--tp",
+        default=config.tp,
+        type=_count,
+        metavar="N",
+        help="devices to share the model (%(default)s)",
+    )
     for flag, default, what in (
-        ("--max-num-seqs", config.max_num_seqs, "sequences decoded together"),
-        ("--max-model-len", config.max_model_len, "most tokens of prompt and answer"),
-        ("--prefill-chunk", config.prefill_chunk, "most prompt tokens in one step"),
-        ("--adapter-slots", config.adapter_slots, "most adapters at once"),
-        ("--max-adapter-rank", config.max_adapter_rank, "largest rank served"),
+        (
+            "--max-num-seqs",
+            config.max_num_seqs,
+            "sequences decoded together; default 8 on a CPU, 256 on a GPU",
+        ),
+        (
+            "--max-model-len",
+            config.max_model_len,
+            "most tokens of prompt and answer; default: the model's limit",
+        ),
+        (
+            "--prefill-chunk",
+            config.prefill_chunk,
+            "most prompt tokens in one step; default 256 on a CPU, 2048 on a GPU",
+        ),
+        ("--adapter-slots", config.adapter_slots, "most adapters at once; default: those given"),
+        (
+            "--max-adapter-rank",
+            config.max_adapter_rank,
+            "largest rank served; default: the largest given",
+        ),
     ):
         group.add_argument(flag, default=default, type=_count, metavar="N", help=what)
     for flag, default, what in (
-        ("--kv-memory", config.kv_memory, "for keys and values, a device; auto: what is left"),
-        ("--adapter-memory", config.adapter_memory, "for adapters, a device"),
+        (
+            "--kv-memory",
+            config.kv_memory,
+            "a device, for keys and values: 512MiB, 2GB or auto, at most 1 GiB of a CPU's"
+            " memory, what is left on a GPU",
+        ),
+        (
+            "--adapter-memory",
+            config.adapter_memory,
+            "a device, for adapters; auto: what those given need",
+        ),
     ):
         group.add_argument(flag, default=default, type=_memory, metavar="BYTES", help=what)
     group.add_argument(
-        "--kernel-backend", default=config.kernel_backend, help="default: the platform's"
+        "--kernel-backend",
+        default=config.kernel_backend,
+        help="of the LoRA kernels: xla, or triton on a GPU",
     )
     group.add_argument(
         "--seed", default=config.seed, type=int, help="of requests without one, and dummy weights"

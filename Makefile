@@ -17,7 +17,7 @@ test: $(VENV)/installed-test
 # small golden files that `make test` uses.
 oracle: $(VENV)/installed-oracle
 	$(BIN)/python -m examples.smollm2
-	$(BIN)/python -m pytest -m oracle $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m oracle $(ARGS)
 
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check

@@ -20,8 +20,11 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0 means no limit. repetition_penalty divides the positive logits
     of tokens of the prompt and the answer, and multiplies the negative ones; presence_penalty is
     taken off the logits of the answer's tokens once, frequency_penalty each time. A seeded
-    request's random numbers depend on its seed and token position alone. Raises ValueError, naming
-    the field.
+    request's random numbers depend on its seed and token position alone.
+
+    logprobs asks for each answer token's `TokenLogprobs` with so many alternatives (0 to
+    MAX_LOGPROBS), prompt_logprobs for each prompt token's; None for neither. max_tokens 0 reads the
+    prompt and answers nothing. Raises ValueError, naming the field.
     """
 
     max_tokens: int = 16
@@ -37,11 +40,14 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         checks = {
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "max_tokens": (self.max_tokens >= 0, "at least 0"),
             "min_tokens": (0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
             "temperature": (0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
@@ -64,6 +70,8 @@ class SamplingParams:
                 len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
                 f"at most {MAX_STOP_TOKEN_IDS} ids",
             ),
+            "logprobs": (_in_logprobs(self.logprobs), f"0 to {MAX_LOGPROBS}"),
+            "prompt_logprobs": (_in_logprobs(self.prompt_logprobs), f"0 to {MAX_LOGPROBS}"),
         }
         for field, (holds, wanted) in checks.items():
             if not holds:
@@ -85,6 +93,26 @@ class SamplingParams:
 # The device keeps this many stop ids (min_tokens masks them there) and biases a sequence.
 MAX_STOP_TOKEN_IDS = 32
 MAX_LOGIT_BIAS = 300
+
+MAX_LOGPROBS = 20  # alternatives a token
+
+
+def _in_logprobs(count: int | None) -> bool:
+    return count is None or 0 <= count <= MAX_LOGPROBS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely a token was: natural logarithms, of the model's own distribution in float32.
+
+    That is the distribution before temperature, penalties, biases and every filter. `top` holds the
+    likeliest tokens in its place, best first, as many as were asked for; the token itself is among
+    them only if it is one of them.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +138,10 @@ class Request:
 class RequestOutput:
     """News of one request: what came since the last output, and totals so far.
 
-    `text` joined over all outputs is the whole answer; a stop string is never in it.
+    `text` joined over all outputs is the whole answer; a stop string is in it only where
+    include_stop_str_in_output asks for it. `logprobs` has one entry for each of `token_ids`, where
+    asked for. `prompt_logprobs` comes with the first output and has one entry for each prompt
+    token, None for the first.
     """
 
     request_id: str
@@ -120,6 +151,8 @@ class RequestOutput:
     completion_tokens: int
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or string that ended it
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

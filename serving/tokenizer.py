@@ -35,7 +35,8 @@ class Tokenizer:
     Properties: `vocab_size` is one more than the largest token id; `longest_token` is the most
     characters a token stands for, None where that has no bound (a word unknown to the vocabulary);
     `eos_token_ids` ends an answer; `bos_token_id`, `bos_token` and `eos_token` are None where the
-    folder names none.
+    folder names none. `special_tokens` are the named ones (bos_token, pad_token, ...) that it has,
+    `chat_template` is the default template's source or None.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._chat_template = chat_template
+        self.chat_template = None if chat_template is None else chat_template.source
+        self.special_tokens = dict(special_tokens)
         self.eos_token_ids = tuple(eos_token_ids)
         self.bos_token = special_tokens.get("bos_token")
         self.eos_token = special_tokens.get("eos_token")
@@ -127,15 +130,19 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
-        **kwargs: Any,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt of a chat, to be encoded without adding special tokens.
 
-        Raises ChatTemplateError where the folder has no template, or it refuses the messages.
+        Arguments as in `ChatTemplate.render`. Raises ChatTemplateError where the folder has no
+        default template, or it refuses the messages.
         """
         if self._chat_template is None:
-            raise ChatTemplateError("this model has no chat template")
-        return self._chat_template.render(messages, add_generation_prompt, **kwargs)
+            raise ChatTemplateError("this model has no default chat template")
+        return self._chat_template.render(
+            messages, add_generation_prompt, continue_final_message, chat_template_kwargs
+        )
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary spells it, "" for an id without a token."""

@@ -10,8 +10,8 @@ from serving.chat_template import ChatTemplate, ChatTemplateError, load_chat_tem
 USER = [{"role": "user", "content": "hi"}]
 
 
-def render(source, messages=USER, **kwargs):
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages, **kwargs)
+def render(source, messages=USER, **arguments):
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages, **arguments)
 
 
 def test_messages_special_tokens_and_switches_are_visible():
@@ -20,7 +20,10 @@ def test_messages_special_tokens_and_switches_are_visible():
         "{% if add_generation_prompt %}[assistant]{% endif %}{% if think is defined %}!{% endif %}"
     )
     assert render(source) == "<s>[user]hi[assistant]"
-    assert render(source, add_generation_prompt=False, think=True) == "<s>[user]hi!"
+    assert (
+        render(source, add_generation_prompt=False, chat_template_kwargs={"think": True})
+        == "<s>[user]hi!"
+    )
 
 
 def test_a_named_token_the_model_lacks_renders_as_nothing():
@@ -28,13 +31,92 @@ def test_a_named_token_the_model_lacks_renders_as_nothing():
 
 
 def test_a_switch_may_override_a_special_token():
-    assert render("{{ bos_token }}", bos_token="x") == "x"
+    assert render("{{ bos_token }}", chat_template_kwargs={"bos_token": "x"}) == "x"
 
 
-def test_tools_and_documents_are_none_unless_given():
-    source = "{{ tools is none }} {{ documents is none }}"
-    assert render(source) == "True True"
-    assert render(source, tools=[{"name": "f"}]) == "False True"
+def test_tools_and_documents_are_none():
+    assert render("{{ tools is none }} {{ documents is none }}") == "True True"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("messages", "tools", "documents", "chat_template"),
+        *("add_generation_prompt", "continue_final_message"),
+    ],
+)
+def test_a_switch_may_not_stand_for_an_argument(name):
+    with pytest.raises(ChatTemplateError, match=f"chat_template_kwargs can't set '{name}'"):
+        render("x", chat_template_kwargs={name: None})
+
+
+PARTS = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("one", "two")]}]
+READS_TEXT = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+READS_PARTS = (
+    "{% for m in messages %}[{% for c in m.content %}<{{ c['text'] }}>{% endfor %}]{% endfor %}"
+)
+READS_BOTH = (
+    "{% for m in messages %}{% if m.content is string %}[{{ m.content }}]{% else %}"
+    "[{% for c in m.content %}<{{ c.text }}>{% endfor %}]{% endif %}{% endfor %}"
+)
+TRIMS = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "parts"),
+    [
+        (READS_TEXT, "[hi]", "[one\ntwo]"),
+        (READS_PARTS, "[<hi>]", "[<one><two>]"),
+        (READS_BOTH, "[hi]", "[<one><two>]"),
+        (TRIMS, "[hi]", "[one\ntwo]"),
+        ("{{ messages[0].content | tojson }}", '"hi"', '"one\\ntwo"'),
+    ],
+)
+def test_content_comes_in_the_form_that_the_template_reads(source, text, parts):
+    assert render(source) == text
+    assert render(source, PARTS) == parts
+
+
+@pytest.mark.parametrize(
+    "content",
+    [3, ["a"], [{"type": "image_url", "text": "a"}], [{"type": "text"}], {"type": "text"}],
+)
+def test_content_that_is_no_text_is_refused(content):
+    with pytest.raises(ChatTemplateError, match="content must be a text or a list of text parts"):
+        render(READS_BOTH, [{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "prompt"),
+    [
+        (READS_TEXT, "The sum is ", "[hi][The sum is "),
+        (READS_TEXT, "", "[hi]["),
+        (READS_TEXT, [{"type": "text", "text": t} for t in ("a", "b ")], "[hi][a\nb "),
+        (READS_PARTS, "x", "[<hi>][<x"),
+        (READS_BOTH, [{"type": "text", "text": t} for t in ("a", "b ")], "[hi][<a><b "),
+        (TRIMS, " The sum is ", "[hi][The sum is"),
+    ],
+)
+def test_a_continued_message_ends_the_prompt(source, content, prompt):
+    messages = [*USER, {"role": "assistant", "content": content}]
+    rendered = render(source, messages, add_generation_prompt=False, continue_final_message=True)
+    assert rendered == prompt
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "generation", "reason"),
+    [
+        (READS_TEXT, {"content": "a"}, True, "can't both be true"),
+        (READS_TEXT, {"content": None}, False, "no content"),
+        (READS_BOTH, {"content": []}, False, "no text"),
+        ("{{ messages | length }}", {"content": "a"}, False, "no content that the chat template"),
+        ("{{ messages[0].content[:2] }}", {"content": "abc"}, False, "leaves out a part"),
+        ("{{ messages[0].content[2:] }}", {"content": "abc"}, False, "leaves out a part"),
+    ],
+)
+def test_a_message_that_cannot_be_continued_is_refused(source, message, generation, reason):
+    with pytest.raises(ChatTemplateError, match=reason):
+        render(source, [message], add_generation_prompt=generation, continue_final_message=True)
 
 
 def test_keys_that_are_none_are_absent():
@@ -59,8 +141,11 @@ def test_generation_blocks_are_rendered_and_keep_their_variables():
 
 def test_tojson_neither_escapes_html_nor_sorts():
     value = {"b": "<é>", "a": 1}
-    assert render("{{ v | tojson }}", v=value) == json.dumps(value, ensure_ascii=False)
-    assert render("{{ v | tojson(indent=2) }}", v=value) == '{\n  "b": "<é>",\n  "a": 1\n}'
+    assert render("{{ v | tojson }}", chat_template_kwargs={"v": value}) == json.dumps(
+        value, ensure_ascii=False
+    )
+    indented = render("{{ v | tojson(indent=2) }}", chat_template_kwargs={"v": value})
+    assert indented == '{\n  "b": "<é>",\n  "a": 1\n}'
 
 
 def test_strftime_now_gives_the_date():
@@ -105,6 +190,16 @@ def test_of_several_named_templates_default_is_taken(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     assert load(tmp_path, {"chat_template": named}) == "plain"
     assert load(tmp_path, {"chat_template": named[:1]}) is None
+
+
+def test_named_template_files_leave_no_default_in_the_config(tmp_path):
+    named = tmp_path / "additional_chat_templates"
+    named.mkdir()
+    assert load(tmp_path, {"chat_template": "config"}) == "config"
+    (named / "tool_use.jinja").write_text("tools", encoding="utf-8")
+    assert load(tmp_path, {"chat_template": "config"}) is None
+    (tmp_path / "chat_template.jinja").write_text("file", encoding="utf-8")
+    assert load(tmp_path, {"chat_template": "config"}) == "file"
 
 
 def test_a_folder_may_have_no_template(tmp_path):

@@ -193,11 +193,13 @@ def test_the_chat_template_sees_the_named_tokens(folder):
     put(folder, "tokenizer_config.json", {"bos_token": "<s>"})
     put(folder, "chat_template.jinja", "{{ bos_token }}{{ messages[0].content }}{{ x }}")
     tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer.apply_chat_template([{"content": "hi"}], x=1) == "<s>hi1"
+    assert tokenizer.apply_chat_template([{"content": "hi"}], chat_template_kwargs={"x": 1}) == (
+        "<s>hi1"
+    )
 
 
 def test_a_folder_without_a_template_refuses_chats(folder):
-    with pytest.raises(ChatTemplateError, match="no chat template"):
+    with pytest.raises(ChatTemplateError, match="no default chat template"):
         Tokenizer.from_folder(folder).apply_chat_template([{"content": "hi"}])
 
 

@@ -1,4 +1,4 @@
-"""Cut a growing text at the first stop string, without ever showing a part of one."""
+"""Cut a growing text at the first stop string, before it or behind it, never inside it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ class StopStringFilter:
     was split into pushes. Work is linear in the text and in the stop strings, whatever they are.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Raises ValueError for an empty stop string."""
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """With `include` the stop string is shown. Raises ValueError for an empty stop string."""
+        self._include = include
         self._matchers = [_Matcher(stop) for stop in stops]
         # Where a stop string may begin: most text has no such place, and passes without a search.
         self._begin = re.compile("|".join(re.escape(first) for first in {s[0] for s in stops}))
@@ -25,7 +26,8 @@ class StopStringFilter:
     def push(self, text: str) -> tuple[str, str | None]:
         """Read `text`; returns the text now safe to show, and the stop string once one is complete.
 
-        The stop string itself is never shown. After a match nothing more is shown.
+        The stop string itself is shown whole with `include`, else not at all. After a match nothing
+        more is shown.
         """
         if self._matched is not None:
             return "", self._matched
@@ -43,7 +45,8 @@ class StopStringFilter:
             if complete:
                 self._matched = max(complete, key=len)
                 self._held = ""
-                return seen[: position - len(self._matched)], self._matched
+                end = position if self._include else position - len(self._matched)
+                return seen[:end], self._matched
         safe = len(seen) - max(matcher.length for matcher in self._matchers)
         self._held = seen[safe:]
         return seen[:safe], None

@@ -8,11 +8,13 @@ from contextlib import aclosing
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
+from serving.core import RequestOutput
 from serving.errors import InvalidRequestError
 from serving.http.body import decode, read_object
-from serving.http.generation import Answer, Generation, collect, plan, run
+from serving.http.generation import Asked, Generation, collect, logprobs_held, plan, run
+from serving.http.logprobs import TokenNames, chat_logprobs
 from serving.http.openapi import operation
-from serving.http.prompts import chat_prompt
+from serving.http.prompts import chat_prompt, run_long
 from serving.http.responses import (
     ChatChoice,
     ChatChunk,
@@ -37,7 +39,11 @@ def chat_router(services: Services) -> APIRouter:
         if generation.stream:
             return EventStream(chat_events(services, generation))
         answers = await unless_disconnected(request.receive, collect(services.engine, generation))
-        return json_response(chat_completion(generation, answers))
+        return json_response(
+            await run_long(
+                logprobs_held(answers), lambda: chat_completion(services, generation, answers)
+            )
+        )
 
     return router
 
@@ -49,28 +55,30 @@ async def check_chat(services: Services, fields: ChatRequest) -> Generation:
     limit = services.catalog.max_model_len
     special = bool(fields.add_special_tokens)
     prompt = await chat_prompt(services.tokenizer, fields.messages, special, max_model_len=limit)
-    return plan(
-        "chatcmpl",
-        fields,
-        adapter,
-        [prompt],
-        "messages",
-        _max_tokens(fields),
-        limit,
-        services.tokenizer.vocab_size,
-        "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens",
+    newer = fields.max_completion_tokens is not None
+    asked = Asked(
+        id_prefix="chatcmpl",
+        prompt_field="messages",
+        max_tokens=_max_tokens(fields),
+        max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+        logprobs=_logprobs(fields),
     )
+    return plan(services, fields, adapter, [prompt], asked)
 
 
-def chat_completion(generation: Generation, answers: list[Answer]) -> ChatCompletion:
+def chat_completion(
+    services: Services, generation: Generation, answers: list[RequestOutput]
+) -> ChatCompletion:
     with_ids = generation.return_token_ids
+    names = TokenNames(services.tokenizer, as_ids=generation.tokens_as_ids)
     choices = [
         ChatChoice(
             index=index,
             message=ChatMessage(content=answer.text),
+            logprobs=None if answer.logprobs is None else chat_logprobs(names, answer.logprobs),
             finish_reason=answer.finish_reason,
             stop_reason=answer.stop_reason,
-            token_ids=answer.token_ids if with_ids else UNSET,
+            token_ids=list(answer.token_ids) if with_ids else UNSET,
         )
         for index, answer in enumerate(answers)
     ]
@@ -100,12 +108,15 @@ async def chat_events(services: Services, generation: Generation) -> AsyncGenera
         yield event(chunk)
         chunk.prompt_token_ids = UNSET
     completion_tokens = [0] * len(generation.requests)
+    names = TokenNames(services.tokenizer, as_ids=generation.tokens_as_ids)
     async with aclosing(run(services.engine, generation)) as outputs:
         async for index, output in outputs:
             completion_tokens[index] = output.completion_tokens
-            if output.text or (with_ids and output.token_ids):
+            if output.text or output.logprobs or (with_ids and output.token_ids):
                 choice = ChatChunkChoice(index=index, delta=Delta(content=output.text))
                 choice.token_ids = list(output.token_ids) if with_ids else UNSET
+                if output.logprobs is not None:
+                    choice.logprobs = chat_logprobs(names, output.logprobs)
                 chunk.choices = [choice]
                 yield event(chunk)
             if output.finish_reason is not None:
@@ -130,3 +141,12 @@ def _max_tokens(fields: ChatRequest) -> int | None:
             param="max_completion_tokens",
         )
     return older if newer is None else newer
+
+
+def _logprobs(fields: ChatRequest) -> int | None:
+    """How many alternatives are asked for; None where logprobs are not."""
+    if fields.logprobs:
+        return fields.top_logprobs or 0
+    if fields.top_logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return None

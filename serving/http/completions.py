@@ -9,10 +9,12 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from serving.core import RequestOutput
+from serving.errors import InvalidRequestError
 from serving.http.body import decode, read_object
-from serving.http.generation import Answer, Generation, collect, plan, run
+from serving.http.generation import Asked, Generation, collect, logprobs_held, plan, run
+from serving.http.logprobs import CompletionLogprobsWriter, TokenNames
 from serving.http.openapi import operation
-from serving.http.prompts import completion_prompts
+from serving.http.prompts import Prompt, completion_prompts, run_long
 from serving.http.responses import Completion, CompletionChoice, json_response
 from serving.http.schemas import REFUSED_COMPLETION, CompletionRequest
 from serving.http.services import Services
@@ -34,7 +36,11 @@ def completions_router(services: Services) -> APIRouter:
         if generation.stream:
             return EventStream(completion_events(services, generation))
         answers = await unless_disconnected(request.receive, collect(services.engine, generation))
-        return json_response(completion(generation, answers))
+        return json_response(
+            await run_long(
+                logprobs_held(answers), lambda: completion(services, generation, answers)
+            )
+        )
 
     return router
 
@@ -43,32 +49,33 @@ async def check_completion(services: Services, fields: CompletionRequest) -> Gen
     """All that can be wrong with a request is found here, before anything runs or streams."""
     services.check_alive()
     adapter = services.catalog.resolve(fields.model, fields.adapter, fields.lora_name)
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise InvalidRequestError("best_of is served only where it equals n", param="best_of")
     special = fields.add_special_tokens is not False
     limit = services.catalog.max_model_len
     prompts = await completion_prompts(services.tokenizer, fields.prompt, special, limit)
-    return plan(
-        "cmpl",
-        fields,
-        adapter,
-        prompts,
-        "prompt",
-        DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens,
-        limit,
-        services.tokenizer.vocab_size,
+    asked = Asked(
+        id_prefix="cmpl",
+        prompt_field="prompt",
+        max_tokens=DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens,
+        logprobs=fields.logprobs,
+        echoes=tuple(_text(services, prompt) for prompt in prompts) if fields.echo else None,
     )
+    return plan(services, fields, adapter, [prompt.ids for prompt in prompts], asked)
 
 
-def completion(generation: Generation, answers: list[Answer]) -> Completion:
-    with_ids = generation.return_token_ids
+def _text(services: Services, prompt: Prompt) -> str:
+    """What an echo shows: the client's own text; of token ids all of them, special ones too."""
+    if prompt.text is not None:
+        return prompt.text
+    return services.tokenizer.decode(prompt.ids, skip_special_tokens=False)
+
+
+def completion(
+    services: Services, generation: Generation, answers: list[RequestOutput]
+) -> Completion:
     choices = [
-        CompletionChoice(
-            index=index,
-            text=answer.text,
-            finish_reason=answer.finish_reason,
-            stop_reason=answer.stop_reason,
-            token_ids=answer.token_ids if with_ids else UNSET,
-            prompt_token_ids=_prompt_ids(generation, index) if with_ids else UNSET,
-        )
+        ChoiceWriter(services, generation, index).write(answer)
         for index, answer in enumerate(answers)
     ]
     return Completion(
@@ -91,17 +98,17 @@ async def completion_events(
         choices=[],
         usage=None if generation.include_usage else UNSET,
     )
-    completion_tokens = [0] * len(generation.requests)
+    number = range(len(generation.requests))
+    writers = [ChoiceWriter(services, generation, index) for index in number]
+    completion_tokens = [0] * len(number)
     async with aclosing(run(services.engine, generation)) as outputs:
         async for index, output in outputs:
-            first = completion_tokens[index] == 0
             completion_tokens[index] = output.completion_tokens
-            if (
-                output.text
-                or output.finish_reason
-                or (generation.return_token_ids and output.token_ids)
-            ):
-                chunk.choices = [_chunk_choice(generation, index, output, first)]
+            writer = writers[index]
+            if writer.shows(output):
+                prompt = len(output.prompt_logprobs or ())
+                choice = await run_long(prompt, lambda w=writer, o=output: w.write(o))
+                chunk.choices = [choice]
                 yield event(chunk)
     if generation.include_usage:
         chunk.choices = []
@@ -110,19 +117,44 @@ async def completion_events(
     yield DONE
 
 
-def _chunk_choice(
-    generation: Generation, index: int, output: RequestOutput, first: bool
-) -> CompletionChoice:
-    with_ids = generation.return_token_ids
-    return CompletionChoice(
-        index=index,
-        text=output.text,
-        finish_reason=output.finish_reason,
-        stop_reason=output.stop_reason,
-        token_ids=list(output.token_ids) if with_ids else UNSET,
-        prompt_token_ids=_prompt_ids(generation, index) if with_ids and first else UNSET,
-    )
+class ChoiceWriter:
+    """One choice, whole or in chunks: the first also has what is said of the prompt."""
 
+    def __init__(self, services: Services, generation: Generation, index: int) -> None:
+        request = generation.requests[index]
+        self._index = index
+        self._echo = generation.echo(index) or ""
+        self._with_ids = generation.return_token_ids
+        self._prompt = request.prompt_token_ids
+        self._first = True
+        self._logprobs = None
+        if request.sampling.logprobs is not None:
+            names = TokenNames(services.tokenizer, as_ids=generation.tokens_as_ids)
+            self._logprobs = CompletionLogprobsWriter(
+                services.tokenizer, names, self._prompt, generation.echo(index)
+            )
 
-def _prompt_ids(generation: Generation, index: int) -> list[int]:
-    return list(generation.requests[index].prompt_token_ids)
+    def shows(self, output: RequestOutput) -> bool:
+        """Whether a stream has anything to say of `output`."""
+        told_of_tokens = self._with_ids or self._logprobs is not None
+        return bool(
+            output.text
+            or output.finish_reason
+            or (self._first and self._echo)
+            or (told_of_tokens and output.token_ids)
+        )
+
+    def write(self, output: RequestOutput) -> CompletionChoice:
+        first, self._first = self._first, False
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = self._logprobs.write(output.prompt_logprobs, output.logprobs or ())
+        return CompletionChoice(
+            index=self._index,
+            text=self._echo + output.text if first else output.text,
+            logprobs=logprobs,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            token_ids=list(output.token_ids) if self._with_ids else UNSET,
+            prompt_token_ids=list(self._prompt) if self._with_ids and first else UNSET,
+        )

@@ -22,6 +22,7 @@ from serving.http.merge import merge
 from serving.http.prompts import TokenIds, check_ids
 from serving.http.responses import Usage
 from serving.http.schemas import REFUSED_STREAM_OPTIONS, GenerationFields, StreamOptions
+from serving.http.services import Services
 
 
 MAX_ANSWER = 2**31 - 1  # tokens; the context ends it long before
@@ -33,17 +34,32 @@ MAX_STOP_LENGTH = 1024  # characters; stop strings are searched for after every 
 _MAX_TOP_K = 2**31 - 1  # above any vocabulary, so no limit; larger ones don't fit on the device
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What chat and plain completions ask for under names and defaults of their own."""
+
+    id_prefix: str
+    prompt_field: str
+    max_tokens: int | None  # None: what the prompt leaves of the context
+    max_tokens_field: str = "max_tokens"
+    logprobs: int | None = None  # alternatives a token
+    echoes: tuple[str, ...] | None = None  # the prompts' texts, where answers begin with them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
     """What is to run, in full: choice i of the answer is `requests[i]`'s."""
 
     id: str
     model: str  # the name in the answer: the adapter's where there is one
     prompts: tuple[TokenIds, ...]
+    echoes: tuple[str, ...] | None
+    choices: int  # a prompt
     requests: tuple[Request, ...]
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    tokens_as_ids: bool
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def usage(self, completion_tokens: int) -> Usage:
@@ -51,57 +67,35 @@ class Generation:
         prompt_tokens = sum(map(len, self.prompts))
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
 
-
-@dataclasses.dataclass(slots=True)
-class Answer:
-    """One choice, whole."""
-
-    text: str
-    token_ids: list[int]
-    completion_tokens: int
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
+    def echo(self, index: int) -> str | None:
+        """What the text of a choice begins with, where the prompt is asked for."""
+        return None if self.echoes is None else self.echoes[index // self.choices]
 
 
 def plan(
-    id_prefix: str,
+    services: Services,
     fields: GenerationFields,
     adapter: AdapterReference | None,
     prompts: Sequence[TokenIds],
-    prompt_field: str,
-    max_tokens: int | None,
-    max_model_len: int,
-    vocab_size: int,
-    max_tokens_field: str = "max_tokens",
+    asked: Asked,
 ) -> Generation:
-    """Check `fields` against the prompts and the model's limits.
+    """Check what a request asks for against its prompts and the model's limits.
 
-    `max_tokens` None gives each answer what its prompt leaves of the context. The two `_field`s are
-    what the client calls them. Raises InvalidRequestError, or ContextLengthError with the numbers.
+    Raises InvalidRequestError, or ContextLengthError with the numbers.
     """
-    if max_tokens is not None and not 1 <= max_tokens <= MAX_ANSWER:
-        raise InvalidRequestError(
-            f"{max_tokens_field} must be 1 to {MAX_ANSWER}, got {str(max_tokens)[:40]}",
-            param=max_tokens_field,
-        )
+    _check_max_tokens(asked)
     options = decode(
         fields.stream_options or {}, StreamOptions, REFUSED_STREAM_OPTIONS, "stream_options."
     )
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
-    choices = 1 if fields.n is None else fields.n
-    if not 1 <= choices <= MAX_CHOICES or choices * len(prompts) > MAX_CHOICES_IN_ALL:
-        raise InvalidRequestError(
-            f"n must be 1 to {MAX_CHOICES}, and at most {MAX_CHOICES_IN_ALL} over all prompts,"
-            f" got {choices}",
-            param="n",
-        )
-    request_id = f"{id_prefix}-{uuid.uuid4().hex}"
+    choices = _choices(fields, len(prompts))
+    request_id = f"{asked.id_prefix}-{uuid.uuid4().hex}"
     requests = []
     for prompt in prompts:
-        field = prompt_field if max_tokens is None else max_tokens_field
-        limit = answer_limit(len(prompt), max_tokens, max_model_len, field)
-        sampling = sampling_params(fields, limit, vocab_size)
+        field = asked.prompt_field if asked.max_tokens is None else asked.max_tokens_field
+        limit = answer_limit(len(prompt), asked.max_tokens, services.catalog.max_model_len, field)
+        sampling = sampling_params(fields, asked, limit, services.tokenizer.vocab_size)
         for choice in range(choices):
             child = f"{request_id}-{len(requests)}"
             requests.append(Request(child, prompt, choice_sampling(sampling, choice), adapter))
@@ -109,11 +103,36 @@ def plan(
         id=request_id,
         model=adapter.name if adapter else fields.model or "",
         prompts=tuple(prompts),
+        echoes=asked.echoes,
+        choices=choices,
         requests=tuple(requests),
         stream=bool(fields.stream),
         include_usage=bool(options.include_usage),
         return_token_ids=bool(fields.return_token_ids),
+        tokens_as_ids=bool(fields.return_tokens_as_token_ids),
     )
+
+
+def _check_max_tokens(asked: Asked) -> None:
+    """An answer has a token at least, except where the prompt alone is an answer."""
+    least = 1 if asked.echoes is None else 0
+    if asked.max_tokens is not None and not least <= asked.max_tokens <= MAX_ANSWER:
+        raise InvalidRequestError(
+            f"{asked.max_tokens_field} must be {least} to {MAX_ANSWER},"
+            f" got {str(asked.max_tokens)[:40]}",
+            param=asked.max_tokens_field,
+        )
+
+
+def _choices(fields: GenerationFields, prompts: int) -> int:
+    choices = 1 if fields.n is None else fields.n
+    if not 1 <= choices <= MAX_CHOICES or choices * prompts > MAX_CHOICES_IN_ALL:
+        raise InvalidRequestError(
+            f"n must be 1 to {MAX_CHOICES}, and at most {MAX_CHOICES_IN_ALL} over all prompts,"
+            f" got {choices}",
+            param="n",
+        )
+    return choices
 
 
 def choice_sampling(sampling: SamplingParams, choice: int) -> SamplingParams:
@@ -138,7 +157,9 @@ def answer_limit(prompt_tokens: int, max_tokens: int | None, max_model_len: int,
     return max_model_len - prompt_tokens if max_tokens is None else max_tokens
 
 
-def sampling_params(fields: GenerationFields, max_tokens: int, vocab_size: int) -> SamplingParams:
+def sampling_params(
+    fields: GenerationFields, asked: Asked, max_tokens: int, vocab_size: int
+) -> SamplingParams:
     """The sampling fields, with OpenAI's defaults. Raises InvalidRequestError naming the field."""
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stop) > MAX_STOP_STRINGS or any(len(text) > MAX_STOP_LENGTH for text in stop):
@@ -164,7 +185,10 @@ def sampling_params(fields: GenerationFields, max_tokens: int, vocab_size: int) 
             seed=fields.seed,
             stop=tuple(stop),
             stop_token_ids=tuple(stop_token_ids),
+            include_stop_str_in_output=bool(fields.include_stop_str_in_output),
             ignore_eos=bool(fields.ignore_eos),
+            logprobs=asked.logprobs,
+            prompt_logprobs=None if asked.echoes is None else asked.logprobs,
         )
     except ValueError as error:
         message = str(error)
@@ -191,26 +215,37 @@ def run(engine: Engine, generation: Generation) -> AsyncGenerator[tuple[int, Req
     return merge([_outputs(engine, request) for request in generation.requests])
 
 
-async def collect(engine: Engine, generation: Generation) -> list[Answer]:
-    """Run it to the end."""
-    texts: list[list[str]] = [[] for _ in generation.requests]
-    ids: list[list[int]] = [[] for _ in generation.requests]
-    last: dict[int, RequestOutput] = {}
+async def collect(engine: Engine, generation: Generation) -> list[RequestOutput]:
+    """Run it to the end; each choice's outputs as one."""
+    news: list[list[RequestOutput]] = [[] for _ in generation.requests]
     async with aclosing(run(engine, generation)) as outputs:
         async for index, output in outputs:
-            texts[index].append(output.text)
-            ids[index].extend(output.token_ids)
-            last[index] = output
-    return [
-        Answer(
-            text="".join(texts[i]),
-            token_ids=ids[i],
-            completion_tokens=last[i].completion_tokens,
-            finish_reason=last[i].finish_reason,
-            stop_reason=last[i].stop_reason,
-        )
-        for i in range(len(generation.requests))
-    ]
+            news[index].append(output)
+    return [_joined(outputs) for outputs in news]
+
+
+def _joined(outputs: list[RequestOutput]) -> RequestOutput:
+    first, last = outputs[0], outputs[-1]
+    logprobs = None
+    if first.logprobs is not None:
+        logprobs = tuple(entry for output in outputs for entry in output.logprobs or ())
+    return dataclasses.replace(
+        last,
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs,
+    )
+
+
+def logprobs_held(answers: Sequence[RequestOutput]) -> int:
+    """How many logprobs there are to write."""
+    return sum(
+        1 + len(entry.top)
+        for answer in answers
+        for entry in (*(answer.prompt_logprobs or ()), *(answer.logprobs or ()))
+        if entry is not None
+    )
 
 
 async def _outputs(engine: Engine, request: Request) -> AsyncGenerator[RequestOutput, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,6 +22,14 @@ T = TypeVar("T")
 _LONG = 4096  # characters, or ids: what takes less than about a millisecond is done in place
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a completion. `text` is what the client wrote, None where it sent ids."""
+
+    ids: TokenIds
+    text: str | None = None
+
+
 async def run_long(size: int, work: Callable[[], T]) -> T:
     """Do `work`, in a thread where `size` says it takes long, so that other streams go on."""
     return work() if size < _LONG else await asyncio.to_thread(work)
@@ -31,7 +40,7 @@ async def completion_prompts(
     prompt: str | list[Any] | None,
     add_special_tokens: bool,
     max_model_len: int,
-) -> list[TokenIds]:
+) -> list[Prompt]:
     """The prompts of a completion, in order: text, token ids, or a list of either.
 
     Raises InvalidRequestError where one is empty, an id is out of range, or there are too many;
@@ -45,7 +54,7 @@ async def completion_prompts(
             f"prompt holds {len(items)} prompts, at most {MAX_PROMPTS} are served", param="prompt"
         )
 
-    def read() -> list[TokenIds]:
+    def read() -> list[Prompt]:
         return [_prompt(tokenizer, item, add_special_tokens, max_model_len) for item in items]
 
     return await run_long(sum(map(len, items)), read)
@@ -106,15 +115,15 @@ def _items(prompt: str | list[Any]) -> list[str] | list[list[int]]:
 
 def _prompt(
     tokenizer: Tokenizer, item: str | list[int], add_special_tokens: bool, max_model_len: int
-) -> TokenIds:
+) -> Prompt:
     if isinstance(item, list):
         check_ids(item, tokenizer.vocab_size, "prompt")
-        return _not_empty(item, "prompt")
+        return Prompt(_not_empty(item, "prompt"))
     ids = []
     _check_fits(item, tokenizer, max_model_len, "prompt")
     if item:  # an empty text may not become a lone BOS
         ids = tokenizer.encode(item, add_special_tokens)
-    return _not_empty(ids, "prompt")
+    return Prompt(_not_empty(ids, "prompt"), item)
 
 
 def _check_fits(text: str, tokenizer: Tokenizer, max_model_len: int | None, param: str) -> None:

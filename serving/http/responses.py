@@ -15,10 +15,19 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int
 
 
+class CompletionLogprobs(msgspec.Struct):
+    """Lists with one entry a token. The first token of an echoed prompt has nulls."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]  # characters of the choice's text before the token
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
@@ -36,6 +45,24 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | None | UnsetType = UNSET
 
 
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str
@@ -45,7 +72,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
@@ -69,7 +96,7 @@ class Delta(msgspec.Struct, kw_only=True):
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: Delta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET

@@ -6,9 +6,12 @@ A field that OpenAI or vLLM know and we don't do yet stands in a table with the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
+
+from serving.core import MAX_LOGPROBS
 
 
 class ModelFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,6 +44,8 @@ class GenerationFields(ModelFields, frozen=True, kw_only=True, forbid_unknown_fi
     stream_options: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in logprobs
+    include_stop_str_in_output: bool | None = None
     user: str | None = None  # for a client's own records; changes nothing
 
 
@@ -48,6 +53,9 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: int | None = None
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +63,8 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
 
     messages: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,7 +107,6 @@ Refused = dict[str, tuple[Any, ...]]
 
 _REFUSED: Refused = {
     "prompt_logprobs": (),
-    "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "allowed_token_ids": (),
@@ -109,13 +118,9 @@ _REFUSED: Refused = {
     "priority": (0,),
     "request_id": (),
     "cache_salt": (),
-    "return_tokens_as_token_ids": (False,),
 }
 
 REFUSED_COMPLETION: Refused = _REFUSED | {
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (),  # 0 asks for the logprobs of the chosen tokens
     "suffix": ("",),
     "response_format": ({"type": "text"},),
 }
@@ -130,7 +135,6 @@ REFUSED_CHAT: Refused = _REFUSED | {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
@@ -146,7 +150,6 @@ REFUSED_CHAT: Refused = _REFUSED | {
     "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }

@@ -29,6 +29,14 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for within a text; need not be whole characters."""
+        ...
+
+    def is_silent(self, token_id: int) -> bool: ...
+
+    def is_byte_fallback(self, token_id: int) -> bool: ...
+
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
     ) -> str:

@@ -43,6 +43,23 @@ def test_any_split_gives_the_text_and_match_of_a_whole_text_search(text, stops, 
 
 
 @settings(derandomize=True, deadline=None)
+@given(letters, stop_lists, st.lists(st.integers(0, 100), max_size=6))
+def test_included_the_match_ends_the_text_however_it_is_split(text, stops, cuts):
+    wanted_text, wanted_match = naive(text, stops)
+    stop_filter = StopStringFilter(stops, include=True)
+    shown, matched = "", None
+    for piece in cut(text, cuts):
+        safe, matched = stop_filter.push(piece)
+        shown += safe
+        if matched is not None:
+            break
+    assert (shown + stop_filter.flush(), matched) == (
+        wanted_text + (wanted_match or ""),
+        wanted_match,
+    )
+
+
+@settings(derandomize=True, deadline=None)
 @given(letters, stop_lists)
 def test_only_a_possible_start_of_a_stop_string_is_held_back(text, stops):
     stop_filter = StopStringFilter(stops)

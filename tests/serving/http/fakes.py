@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -14,7 +15,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from serving.catalog import ModelCatalog, ServedAdapter
-from serving.core import AdapterReference, FinishReason, Request, RequestOutput
+from serving.core import (
+    AdapterReference,
+    FinishReason,
+    Request,
+    RequestOutput,
+    TokenLogprobs,
+)
+from serving.detokenizer import IncrementalDetokenizer
 from serving.engine_protocol import EngineDeadError
 from serving.http.app import create_app
 from serving.metrics import Metrics
@@ -35,8 +43,18 @@ class ByteTokenizer:
         return [BOS] * add_special_tokens + list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        special = "" if skip_special_tokens else "[BOS]"
-        return "".join(special if i == BOS else chr(i) for i in ids)
+        special = b"" if skip_special_tokens else b"[BOS]"
+        spelled = b"".join(special if i == BOS else bytes([i]) for i in ids)
+        return spelled.decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"[BOS]" if token_id == BOS else bytes([token_id])
+
+    def is_silent(self, token_id: int) -> bool:
+        return token_id == BOS
+
+    def is_byte_fallback(self, token_id: int) -> bool:
+        return False
 
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
@@ -73,6 +91,11 @@ class EchoEngine:
         self.running += 1
         finished = False
         try:
+            if request.sampling.max_tokens == 0:
+                finished = True
+                yield _output(request, "", (), 0, FinishReason.LENGTH)
+                return
+            detokenizer = IncrementalDetokenizer(ByteTokenizer(), ())
             for count, token in enumerate(request.prompt_token_ids, start=1):
                 while self.hold and count > 1:
                     await asyncio.sleep(0.005)
@@ -81,16 +104,8 @@ class EchoEngine:
                     raise RuntimeError("a secret detail")
                 reason = self._reason(request, count)
                 finished = reason is not None
-                text = "" if token == BOS else chr(token)
-                yield RequestOutput(
-                    request.request_id,
-                    text,
-                    (token,),
-                    len(request.prompt_token_ids),
-                    count,
-                    reason,
-                    "\n" if reason is FinishReason.STOP else None,
-                )
+                text = detokenizer.add([token]) + (detokenizer.finish() if finished else "")
+                yield _output(request, text, (token,), count, reason)
                 if finished:
                     return
         finally:
@@ -103,6 +118,41 @@ class EchoEngine:
         if count == len(request.prompt_token_ids):
             return FinishReason.STOP
         return FinishReason.LENGTH if count == request.sampling.max_tokens else None
+
+
+def _output(
+    request: Request,
+    text: str,
+    tokens: tuple[int, ...],
+    count: int,
+    reason: FinishReason | None,
+) -> RequestOutput:
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    asked = sampling.prompt_logprobs
+    return RequestOutput(
+        request.request_id,
+        text,
+        tokens,
+        len(prompt),
+        count,
+        reason,
+        "\n" if reason is FinishReason.STOP else None,
+        logprobs=None
+        if sampling.logprobs is None
+        else tuple(token_logprobs(token, sampling.logprobs) for token in tokens),
+        prompt_logprobs=None
+        if asked is None or count > 1
+        else (None, *(token_logprobs(token, asked) for token in prompt[1:])),
+    )
+
+
+def token_logprobs(token: int, alternatives: int) -> TokenLogprobs:
+    """An even token is the likeliest, an odd one is not among the likely ones."""
+    likely = [(token + 2 * i) % 256 for i in range(alternatives)]
+    if token % 2:
+        likely = [(other + 1) % 256 for other in likely]
+    top = tuple((other, -0.125 - rank) for rank, other in enumerate(likely))
+    return TokenLogprobs(token, -0.125 if token % 2 == 0 else -math.inf, top)
 
 
 def make_catalog(max_model_len: int = MAX_MODEL_LEN) -> ModelCatalog:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Parameters of each RoPE type besides theta, all of them required by transformers.
+# Parameters of each RoPE type besides theta, as `RopeConfig` holds them.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -41,6 +42,14 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
         "low_freq_factor",
         "high_freq_factor",
         "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",  # 1 or 0
+        "attention_factor",
     ),
 }
 
@@ -56,7 +65,7 @@ _MAX_LAYERS = 10_000  # a larger number is a broken file, and would take the mem
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: its base and scaling (`ROPE_TYPES`)."""
+    """Rotary position embedding: its base and scaling (`ROPE_TYPES`), every default resolved."""
 
     theta: float
     kind: str = "default"
@@ -84,7 +93,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # per layer: the sliding window, or None for full attention
     attention_bias: bool = False  # families with a fixed choice of biases do not read these two
     mlp_bias: bool = False
-    max_position_embeddings: int = 2048
+    max_position_embeddings: int = 2048  # the longest context; with yarn what it stretches to
     dtype: str = "float32"  # the checkpoint's own
     eos_token_ids: tuple[int, ...] = ()
     source: str = "config.json"  # where it was read from, for messages
@@ -143,6 +152,12 @@ def _parse(raw: JsonObject) -> ModelConfig:
     num_layers = raw.positive("num_hidden_layers")
     if num_layers > _MAX_LAYERS:
         raise raw.error("num_hidden_layers", f"{num_layers} is more than {_MAX_LAYERS}")
+    longest = raw.positive("max_position_embeddings", defaults["max_position_embeddings"])
+    rope = _rope(raw, longest)
+    if rope.kind == "yarn":
+        longest = int(rope["original_max_position_embeddings"] * rope["factor"])
+        if not 1 <= longest < 2**31:
+            raise raw.error("max_position_embeddings", f"yarn stretches it to {longest} tokens")
     return ModelConfig(
         model_type=model_type,
         vocab_size=raw.positive("vocab_size"),
@@ -154,13 +169,11 @@ def _parse(raw: JsonObject) -> ModelConfig:
         head_dim=head_dim,
         rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=raw.boolean("tie_word_embeddings", False),
-        rope=_rope(raw),
+        rope=rope,
         windows=_windows(raw, model_type, num_layers),
         attention_bias="attention_bias" in defaults and raw.boolean("attention_bias", False),
         mlp_bias="mlp_bias" in defaults and raw.boolean("mlp_bias", False),
-        max_position_embeddings=raw.positive(
-            "max_position_embeddings", defaults["max_position_embeddings"]
-        ),
+        max_position_embeddings=longest,
         dtype=_dtype(raw),
         source=str(raw.path),
     )
@@ -176,8 +189,10 @@ def _dtype(raw: JsonObject) -> str:
     return name
 
 
-def _rope(raw: JsonObject) -> RopeConfig:
-    """rope_parameters (transformers 5), else rope_theta with rope_scaling."""
+def _rope(raw: JsonObject, longest: int) -> RopeConfig:
+    """rope_parameters (transformers 5), else rope_theta with rope_scaling. `longest` is
+    max_position_embeddings.
+    """
     key = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
     scaling = raw.object(key)
     kind = scaling.string("rope_type", None) or scaling.string("type", None) or "default"
@@ -187,15 +202,57 @@ def _rope(raw: JsonObject) -> RopeConfig:
     if scaling.get("partial_rotary_factor") not in (None, 1):
         raise scaling.error("partial_rotary_factor", "is not served")
     known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_TYPES[kind]}
+    known_keys |= {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
     for name in sorted(set(scaling) - known_keys):
         raise scaling.error(name, f"is not known for RoPE type {kind}")
     source = scaling if scaling.get("rope_theta") is not None else raw
     theta = source.number("rope_theta", 10000.0)
-    parameters = tuple((name, scaling.number(name)) for name in ROPE_TYPES[kind])
-    for name, value in (("rope_theta", theta), *parameters):
-        if value <= 0:
-            raise scaling.error(name, f"must be positive, got {value}")
-    return RopeConfig(theta, kind, parameters)
+    if kind == "yarn":
+        values = _yarn(raw, scaling, longest)
+    else:
+        values = _scaling(raw, scaling, ROPE_TYPES[kind], longest)
+    for name, value in (("rope_theta", theta), *values.items()):
+        if not 1e-9 <= value <= 1e12 and name != "truncate":
+            raise scaling.error(name, f"must be positive, from 1e-9 to 1e12, got {value}")
+    if kind == "yarn" and theta <= 1:
+        raise scaling.error("rope_theta", f"must be above 1 for yarn, got {theta}")
+    return RopeConfig(theta, kind, tuple(values.items()))
+
+
+def _scaling(
+    raw: JsonObject, scaling: JsonObject, names: tuple[str, ...], longest: int
+) -> dict[str, float]:
+    """The numbers called `names`. The original context's length may stand at the top, which wins,
+    or nowhere: then it is `longest`.
+    """
+    values = {}
+    for name in names:
+        if name == "original_max_position_embeddings":
+            source = scaling if raw.get(name) is None else raw
+            values[name] = source.number(name, longest)
+        else:
+            values[name] = scaling.number(name)
+    return values
+
+
+def _yarn(raw: JsonObject, scaling: JsonObject, longest: int) -> dict[str, float]:
+    """YaRN's parameters (Peng et al. 2023), with transformers' defaults."""
+    values = _scaling(raw, scaling, ROPE_TYPES["yarn"][:2], longest)
+    values["beta_fast"] = scaling.number("beta_fast", 32.0)
+    values["beta_slow"] = scaling.number("beta_slow", 1.0)
+    if values["beta_fast"] < values["beta_slow"]:
+        raise scaling.error("beta_fast", f"is less than beta_slow: {values['beta_fast']}")
+    values["truncate"] = float(scaling.boolean("truncate", True))
+    stretch = math.log(max(values["factor"], 1.0))
+    mscale, over_all = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
+    for name, value in (("mscale", mscale), ("mscale_all_dim", over_all)):
+        if value < 0:
+            raise scaling.error(name, f"must not be negative, got {value}")
+    default = 0.1 * stretch + 1.0
+    if mscale and over_all:
+        default = (0.1 * mscale * stretch + 1.0) / (0.1 * over_all * stretch + 1.0)
+    values["attention_factor"] = scaling.number("attention_factor", default)
+    return values
 
 
 def _windows(raw: JsonObject, model_type: str, num_layers: int) -> tuple[int | None, ...]:

@@ -11,3 +11,9 @@ LOGITS_ATOL = 1e-4
 
 # The same in bfloat16 against float32: 2^-8 a rounding, over two layers and logits of size 5.
 BFLOAT16_LOGITS_ATOL = 0.3
+
+# RoPE frequencies against transformers': float32 powers differ in the last bits between libraries.
+ROPE_RTOL = 1e-6
+
+# A logprob made from given float32 logits against float64: a sum over the vocabulary.
+LOGPROB_ATOL = 1e-5

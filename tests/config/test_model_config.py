@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxlora.config import FAMILY_DEFAULTS, ModelConfig, RopeConfig
+from jaxlora.config import FAMILY_DEFAULTS, ROPE_TYPES, ModelConfig, RopeConfig
 from jaxlora.errors import ConfigError
+from jaxlora.layers.rotary import inverse_frequencies
 from jaxlora.models import supported_model_types
 
 
@@ -21,6 +24,7 @@ LLAMA = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
 }
+YARN = {"type": "yarn", "factor": 4.0}
 
 
 def read(folder: Path, *, drop: tuple[str, ...] = (), **changes: Any) -> ModelConfig:
@@ -67,6 +71,29 @@ def test_old_and_new_keys_read_the_same(tmp_path: Path) -> None:
     assert old.dtype == "bfloat16"
     older = read(tmp_path, rope_scaling={"type": "linear", "factor": 2})
     assert older.rope == RopeConfig(10000.0, "linear", (("factor", 2.0),))
+
+
+def test_yarn_has_every_default_resolved_and_stretches_the_context(tmp_path: Path) -> None:
+    config = read(tmp_path, rope_scaling=YARN, max_position_embeddings=32768)
+    assert config.rope["original_max_position_embeddings"] == 32768
+    assert (config.rope["beta_fast"], config.rope["beta_slow"]) == (32.0, 1.0)
+    assert config.rope["truncate"] == 1.0
+    assert config.rope["attention_factor"] == pytest.approx(0.1 * math.log(4) + 1)
+    assert config.max_position_embeddings == 131072
+    spelled = YARN | {"original_max_position_embeddings": 8192, "attention_factor": 1.0}
+    config = read(tmp_path, rope_scaling=spelled, max_position_embeddings=40960)
+    assert (config.rope["attention_factor"], config.max_position_embeddings) == (1.0, 32768)
+    config = read(tmp_path, rope_scaling=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7})
+    assert config.rope["attention_factor"] == 1.0
+
+
+def test_an_original_context_at_the_top_wins(tmp_path: Path) -> None:
+    config = read(
+        tmp_path,
+        original_max_position_embeddings=512,
+        rope_scaling=YARN | {"original_max_position_embeddings": 1024},
+    )
+    assert config.max_position_embeddings == 2048
 
 
 @pytest.mark.parametrize(
@@ -118,7 +145,19 @@ def test_eos_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4} is not served"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not served"),
         ({"use_mrope": True}, "use_mrope: True is not served"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "RoPE type 'yarn' is not served"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not served"),
+        (
+            {"rope_scaling": YARN | {"finetuned": True}},
+            "finetuned: is not known for RoPE type yarn",
+        ),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor: is missing"),
+        ({"rope_scaling": YARN | {"beta_slow": 33}}, "beta_fast: is less than beta_slow: 32.0"),
+        ({"rope_scaling": YARN | {"beta_fast": 0}}, "beta_fast: "),
+        ({"rope_scaling": YARN | {"truncate": 1}}, "truncate: wants true or false, got 1"),
+        ({"rope_scaling": YARN | {"mscale": -1}}, "mscale: must not be negative"),
+        ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor: must be positive"),
+        ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta: must be above 1 for yarn"),
+        ({"rope_scaling": YARN | {"factor": 1e9}}, "yarn stretches it to 2048000000000 tokens"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: is missing"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor: must be positive"),
         ({"rope_scaling": {"mrope_section": [1]}}, "mrope_section: is not known"),
@@ -228,3 +267,28 @@ def test_any_value_is_read_or_refused_in_one_line(
         assert "\n" not in str(error)
     else:
         assert len(config.windows) == config.num_layers
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    changes=st.dictionaries(
+        st.sampled_from((*ROPE_TYPES["yarn"], "rope_theta", "mscale", "mscale_all_dim")),
+        JSON | st.floats(0, 1e15) | st.integers(0, 10**6),
+        max_size=4,
+    )
+)
+def test_any_yarn_is_refused_in_one_line_or_has_finite_frequencies(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    try:
+        config = read(tmp_path, rope_scaling=YARN | changes)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+    else:
+        assert np.isfinite(inverse_frequencies(config.rope, config.head_dim)).all()
+        assert config.max_position_embeddings >= 1

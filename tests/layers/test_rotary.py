@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora.config import ROPE_TYPES, RopeConfig
+from jaxlora.config import ROPE_TYPES, ModelConfig, RopeConfig
 from jaxlora.layers.rotary import inverse_frequencies, rotate, rotation
+from tests.support.families import CASES, YARN
+from tests.tolerances import ROPE_RTOL
 
 
 LLAMA3 = RopeConfig(
@@ -48,6 +53,30 @@ def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones() -> None:
     assert between.any()
     assert np.all(scaled[between] < plain[between])
     assert np.all(scaled[between] > plain[between] / 8)
+
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "yarn.json").read_text())
+
+
+def yarn(folder: Path, name: str) -> RopeConfig:
+    fields = CASES["qwen3"][1] | {"model_type": "qwen3", "rope_parameters": YARN[name]}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return ModelConfig.from_folder(folder).rope
+
+
+@pytest.mark.parametrize("name", YARN)
+def test_yarn_has_the_frequencies_and_factor_of_transformers(name: str, tmp_path: Path) -> None:
+    rope, golden = yarn(tmp_path, name), GOLDEN[name]
+    got = inverse_frequencies(rope, 32)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, golden["inverse_frequencies"], rtol=ROPE_RTOL)
+    assert rope["attention_factor"] == pytest.approx(golden["attention_factor"], rel=1e-12)
+
+
+def test_yarn_scales_cosine_and_sine_by_the_attention_factor(tmp_path: Path) -> None:
+    rope = yarn(tmp_path, "attention_factor")
+    cos, sin = rotation(rope, 32, jnp.arange(5))
+    np.testing.assert_allclose(cos**2 + sin**2, np.full((5, 16), 0.7**2), rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ROPE_TYPES)

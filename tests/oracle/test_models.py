@@ -18,7 +18,7 @@ from jaxlora.checkpoints import load_model
 from jaxlora.config import ModelConfig
 from jaxlora.parallel.mesh import make_mesh
 from tests.support.decoding import run, run_alone
-from tests.support.families import CASES, DECODE, GOLDEN, sequences
+from tests.support.families import CASES, DECODE, GOLDEN, YARN_CASES, sequences
 from tests.tolerances import LOGITS_ATOL
 
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.oracle
 
 def make_oracle(name: str) -> Any:
     """A tiny model with every parameter random: fresh biases are zero and norms one."""
-    model_type, fields = CASES[name]
+    model_type, fields = (CASES | YARN_CASES)[name]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **fields)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -101,3 +101,15 @@ def test_sharded_checkpoint_reads_as_the_single_file(tmp_path: Path) -> None:
     )
     for path, value in one.items():
         np.testing.assert_array_equal(value, many[path])
+
+
+@pytest.mark.parametrize("name", YARN_CASES)
+def test_logits_equal_transformers_with_yarn(name: str, tmp_path: Path) -> None:
+    model = make_oracle(name)
+    expected = oracle_logits(model)
+    model.save_pretrained(tmp_path)
+    mesh = make_mesh(1)
+    loaded = load_model(tmp_path, ModelConfig.from_folder(tmp_path), mesh, jnp.float32)
+    logits = run(loaded, mesh, sequences(), decode=DECODE, chunk=5, context_chunk=8)
+    for got, wanted in zip(logits, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=LOGITS_ATOL)

@@ -110,6 +110,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CASES = {name: (kind, _COMMON | fields) for name, (kind, fields) in CASES.items()}
 
+_YARN = {"rope_type": "yarn", "rope_theta": 200.0, "factor": 4.0}
+YARN: dict[str, dict[str, Any]] = {
+    "plain": _YARN | {"original_max_position_embeddings": 16},
+    "length_of_the_config": _YARN,
+    "betas": _YARN
+    | {"original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 0.5, "truncate": False},
+    "attention_factor": _YARN
+    | {"original_max_position_embeddings": 32, "attention_factor": 0.7, "rope_theta": 1e6},
+    "mscales": _YARN
+    | {"original_max_position_embeddings": 40, "mscale": 0.707, "mscale_all_dim": 1.2},
+    "shrinking": _YARN | {"original_max_position_embeddings": 64, "factor": 0.5},
+    "one_dimension_between": _YARN
+    | {"original_max_position_embeddings": 64, "beta_fast": 2, "beta_slow": 2, "truncate": False},
+}
+# Models for each kind of yarn, by the same rule as CASES.
+YARN_CASES = {
+    f"{case}_yarn_{kind}": (
+        CASES[case][0],
+        CASES[case][1] | {"rope_parameters": YARN[kind]},
+    )
+    for case, kind in (
+        ("llama", "plain"),
+        ("llama_biases", "betas"),
+        ("qwen2", "mscales"),
+        ("qwen3", "attention_factor"),
+        ("qwen3_biases", "length_of_the_config"),
+    )
+}
+
 
 def sequences() -> list[list[int]]:
     """Prompts of odd lengths, each with DECODE tokens behind it."""

@@ -18,7 +18,7 @@ from serving.core import FinishReason, Request, RequestOutput, RequestStats, Ste
 from serving.kv_cache import BlockTable
 from serving.output import OutputStream
 from serving.scheduler import Scheduler
-from serving.sequence import Batch, Sequence
+from serving.sequence import Batch, Sequence, StepResults
 from serving.tokenizer import Tokenizer
 
 
@@ -28,9 +28,12 @@ logger = logging.getLogger(__name__)
 class Pending(Protocol):
     """A dispatched step."""
 
-    batch: Batch
+    @property
+    def batch(self) -> Batch: ...
 
-    def tokens(self) -> list[int]: ...
+    def results(self) -> StepResults:
+        """Waits for the device."""
+        ...
 
 
 class StepRunner(Protocol):
@@ -164,13 +167,16 @@ class EngineCore:
 
     def _collect(self, pending: Pending) -> list[RequestOutput]:
         outputs = []
-        tokens = pending.tokens()
+        results = pending.results()
         self.scheduler.collected(pending.batch)
-        for sequence, token in zip(pending.batch.sampling, tokens, strict=True):
+        for sequence, scored in results.prompt_logprobs:
+            sequence.prompt_logprobs.extend(scored)
+        news = zip(pending.batch.sampling, results.tokens, results.logprobs, strict=True)
+        for sequence, token, logprobs in news:
             if sequence.finish_reason is not None:
                 continue  # it ended while this step was in flight: the token never was
             request_id = sequence.request.request_id
-            output, reason = self._streams[request_id].add(token)
+            output, reason = self._streams[request_id].add(token, logprobs)
             outputs.append(output)
             sequence.first_token_at = sequence.first_token_at or self._clock()
             sequence.table.record_full(sequence.token_ids[:-1])

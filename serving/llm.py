@@ -18,17 +18,38 @@ from serving.core import (
     Request,
     RequestOutput,
     SamplingParams,
+    TokenLogprobs,
 )
 from serving.engine_protocol import EngineDeadError
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """The whole answer to one prompt."""
+    """The whole answer to one prompt.
+
+    `logprobs` and `prompt_logprobs` are as in `RequestOutput`, None where not asked for.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @classmethod
+    def of(cls, outputs: Sequence[RequestOutput]) -> Completion:
+        """All outputs of a finished request, as one."""
+        reason = outputs[-1].finish_reason
+        assert reason is not None, "the last output of a request says why it is the last"
+        return cls(
+            text="".join(output.text for output in outputs),
+            token_ids=tuple(token for output in outputs for token in output.token_ids),
+            finish_reason=reason,
+            logprobs=None
+            if outputs[0].logprobs is None
+            else tuple(one for output in outputs for one in output.logprobs or ()),
+            prompt_logprobs=outputs[0].prompt_logprobs,
+        )
 
 
 class LLM:
@@ -108,22 +129,16 @@ class LLM:
         return Request(f"llm-{self._next_id}", tuple(tokens), sampling, reference)
 
     def _run(self, requests: list[Request]) -> list[Completion]:
-        texts = {request.request_id: "" for request in requests}
-        tokens: dict[str, tuple[int, ...]] = {request.request_id: () for request in requests}
-        reasons: dict[str, FinishReason] = {}
+        outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
         with _interrupts_held() as interrupted, self._aborted_unless_finished(requests):
             for request in requests:
                 self.engine.add(request)
             while self.engine.busy:
                 for output in self._step():
-                    texts[output.request_id] += output.text
-                    tokens[output.request_id] += output.token_ids
-                    if output.finish_reason is not None:
-                        reasons[output.request_id] = output.finish_reason
+                    outputs[output.request_id].append(output)
                 if interrupted.is_set():
                     raise KeyboardInterrupt
-        ids = [request.request_id for request in requests]
-        return [Completion(texts[i], tokens[i], reasons[i]) for i in ids]
+        return [Completion.of(outputs[request.request_id]) for request in requests]
 
     def _step(self) -> list[RequestOutput]:
         try:

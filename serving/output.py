@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serving.core import FinishReason, RequestOutput
+from serving.core import FinishReason, RequestOutput, TokenLogprobs
 from serving.detokenizer import IncrementalDetokenizer
 from serving.sequence import Sequence
 from serving.stop_strings import StopStringFilter
@@ -16,13 +16,22 @@ class OutputStream:
         self.sequence = sequence
         sampling = sequence.request.sampling
         self._detokenizer = IncrementalDetokenizer(tokenizer, sequence.request.prompt_token_ids)
-        self._filter = StopStringFilter(sampling.stop)
+        self._filter = StopStringFilter(
+            sampling.stop, include=sampling.include_stop_str_in_output
+        )
         eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
         self._stop_ids = frozenset((*sampling.stop_token_ids, *eos))
 
-    def add(self, token: int) -> tuple[RequestOutput, FinishReason | None]:
-        """Append a token to the sequence; the news of it, and why it is the last, if it is."""
+    def add(
+        self, token: int, logprobs: TokenLogprobs | None = None
+    ) -> tuple[RequestOutput, FinishReason | None]:
+        """Append a token to the sequence; the news of it, and why it is the last, if it is.
+
+        A request for no tokens at all ends with its first, which nobody sees.
+        """
         sequence = self.sequence
+        if not sequence.request.sampling.max_tokens:
+            return self._output("", (), (), FinishReason.LENGTH), FinishReason.LENGTH
         sequence.token_ids.append(token)
         reason: FinishReason | None = None
         text = ""
@@ -42,12 +51,18 @@ class OutputStream:
                 reason = FinishReason.STOP
             else:
                 text += self._filter.flush()
-        return self.output(text, (token,), reason), reason
+        news = () if logprobs is None else (logprobs,)
+        return self._output(text, (token,), news, reason), reason
 
-    def output(
-        self, text: str, token_ids: tuple[int, ...], reason: FinishReason | None
+    def _output(
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        reason: FinishReason | None,
     ) -> RequestOutput:
-        sequence = self.sequence
+        sequence, sampling = self.sequence, self.sequence.request.sampling
+        first = sequence.output_length <= 1
         return RequestOutput(
             request_id=sequence.request.request_id,
             text=text,
@@ -56,6 +71,10 @@ class OutputStream:
             completion_tokens=sequence.output_length,
             finish_reason=reason,
             stop_reason=sequence.stop_reason,
+            logprobs=None if sampling.logprobs is None else logprobs,
+            prompt_logprobs=(None, *sequence.prompt_logprobs)
+            if first and sampling.prompt_logprobs is not None
+            else None,
         )
 
     def _push(self, text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import Array
@@ -114,14 +114,12 @@ class StepPrograms:
         last_token: Int[Array, "lanes"] | None,
         kv: KVCache,
         inputs: LayerInputs,
-        logits_rows: Int[Array, "rows"],
         *,
         phase: Phase,
-    ) -> tuple[KVCache, Float[Array, "rows vocab"]]:
-        """Dispatch a forward pass. `kv` is donated: use the one returned.
+    ) -> tuple[KVCache, Float[Array, "tokens hidden"]]:
+        """Dispatch a forward pass up to the head. `kv` is donated: use the one returned.
 
-        With `last_token`, `tokens` are lanes whose last tokens are meant. The logits are those of
-        the tokens in `logits_rows`, float32, the same on every rank.
+        With `last_token`, `tokens` are lanes whose last tokens are meant.
         """
         x = self._embed(self._embed_params, tokens, last_token)
         written: KVCache = ()
@@ -131,12 +129,13 @@ class StepPrograms:
             program = self._layers[span.like, overlap]
             x, span_kv = program(span.params, x, span_kv, inputs, span.offset, phase=phase)
             written += span_kv
-        return written, self._head(self._head_params, x, logits_rows)
+        return written, x
 
-    def cache_sizes(self) -> list[int]:
-        """How many executables each program has: they must not grow after the warm-up."""
-        programs: list[Any] = [self._embed, self._head, *self._layers.values()]
-        return [program._cache_size() for program in programs]
+    def logits(
+        self, hidden: Float[Array, "tokens hidden"], rows: Int[Array, "rows"]
+    ) -> Float[Array, "rows vocab"]:
+        """Dispatch the head over `rows` of `run`'s hidden states: float32, alike on every rank."""
+        return self._head(self._head_params, hidden, rows)
 
 
 def _embed_program(model: Decoder, specs: Specs, mesh: Mesh) -> Callable:

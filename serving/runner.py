@@ -8,7 +8,6 @@ is data and never a reason to compile.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from jaxlora.adapters.pool import FactorPool
 from jaxlora.adapters.routing import decode_routing, prefill_routing
@@ -27,7 +26,10 @@ from jaxlora.checkpoints import LoadedModel
 from jaxlora.config import ModelConfig
 from jaxlora.layers.kv_cache import AttentionInputs, make_kv_cache
 from pallas_kernels.lora import Backend, Phase
+from serving.core import SamplingParams
 from serving.kv_cache import SCRAP_BLOCK
+from serving.logprobs import score
+from serving.pending import PendingStep, PromptScores, Sampled
 from serving.programs import LayerInputs, StepPrograms
 from serving.sampler import (
     LaneState,
@@ -44,6 +46,9 @@ from serving.sequence import Batch, PrefillChunk, Sequence
 from serving.shapes import BLOCK_SIZE, StepShapes, smallest_holding
 
 
+# Prompt tokens scored at a time: their logits are so many rows of the whole vocabulary.
+SCORED_ROWS = 64
+
 # Runs of one slot in a prompt chunk: the base's and an adapter's that begins in mid-prompt.
 MAX_SEGMENTS = 2
 
@@ -56,19 +61,6 @@ class StepInputs(NamedTuple):
     positions: Int[np.ndarray, "tokens"]
     write_index: Int[np.ndarray, "tokens"]
     block_tables: Int[np.ndarray, "rows blocks"]
-    logits_rows: Int[np.ndarray, "rows"]  # the tokens whose logits are wanted
-
-
-@dataclasses.dataclass
-class PendingStep:
-    """A dispatched step. `tokens` waits for the device."""
-
-    batch: Batch
-    sampled: list[tuple[jax.Array, int]]  # (tokens, how many of them are rows), decodes first
-
-    def tokens(self) -> list[int]:
-        """The new tokens, in the order of `batch.sampling`."""
-        return [int(token) for array, rows in self.sampled for token in np.asarray(array)[:rows]]
 
 
 class Runner:
@@ -115,23 +107,27 @@ class Runner:
         lane = np.int32(sequence.lane)
         self._lanes = admit(self._lanes, lane, row)
         if request.sampling.penalized:
-            length, limit = sequence.prompt_length, self.shapes.max_model_len
-            prompt = padded(sequence.token_ids[:length], limit)
-            answer = padded(sequence.token_ids[length:], limit)
-            self._history = admit_history(self._history, lane, prompt, answer)
+            length = sequence.prompt_length
+            self._admit_history(lane, sequence.token_ids[:length], sequence.token_ids[length:])
+
+    def _admit_history(self, lane: np.int32, prompt: list[int], answer: list[int]) -> None:
+        limit = self.shapes.max_model_len
+        self._history = admit_history(
+            self._history, lane, padded(prompt, limit), padded(answer, limit)
+        )
 
     def dispatch(self, batch: Batch) -> PendingStep:
         """Start a step; returns before the device has finished it."""
-        sampled = []
+        step = PendingStep(batch, [], [])
         if batch.decodes:
-            sampled.append((self._decode(batch.decodes), len(batch.decodes)))
+            step.sampled.append(self._decode(batch.decodes))
         for chunk in batch.prefills:
-            tokens = self._prefill(chunk)
+            hidden = self._prefill(chunk)
+            step.scored.extend(self._score_prompt(chunk, hidden))
             if chunk.last:
-                sampled.append((tokens, 1))
-        for tokens, _ in sampled:
-            tokens.copy_to_host_async()
-        return PendingStep(batch, sampled)
+                step.sampled.append(self._first_token(chunk, hidden))
+        step.copy_to_host_async()
+        return step
 
     def warm_ups(self) -> list[Callable[[], None]]:
         """One call for each program, which compiles it by running it on padding alone."""
@@ -139,7 +135,7 @@ class Runner:
             ("prefill", self.shapes.prefill_tokens),
             ("decode", self.shapes.decode_rows),
         ]
-        return [
+        steps = [
             functools.partial(self._warm_up, phase, tokens, context, adapted)
             for adapted in ((False, True) if self.adapters else (False,))
             for context in self.shapes.contexts
@@ -147,16 +143,29 @@ class Runner:
             for tokens in sizes
             if phase == "decode" or tokens <= context
         ]
+        return [self._warm_up_admission, *steps]
+
+    def _warm_up_admission(self) -> None:
+        lane = np.int32(self._scrap_lane)
+        self._lanes = admit(self._lanes, lane, lane_row(SamplingParams(), 0, 0, self._eos_ids))
+        self._admit_history(lane, [], [])
 
     def _warm_up(self, phase: Phase, tokens: int, context: int, adapted: bool) -> None:
         rows = tokens if phase == "decode" else 1
         inputs = self._padding(rows=rows, tokens=tokens, context=context)
-        logits = self._run(phase, inputs, np.zeros(tokens, np.int32), adapted)
+        hidden = self._run(phase, inputs, np.zeros(tokens, np.int32), adapted)
+        logits = self._logits(hidden, np.arange(rows))
         for plain in (True, False):
-            self._sample(inputs.lanes, inputs.positions[:rows], logits, plain)
+            chosen = self._choose(inputs.lanes, inputs.positions[:rows], logits, plain)
+        score(logits, chosen)
+        if phase == "prefill":
+            score(
+                self._logits(hidden, np.zeros(SCORED_ROWS, np.int32)),
+                np.zeros(SCORED_ROWS, np.int32),
+            )
         jax.block_until_ready(self._lanes)
 
-    def _decode(self, sequences: tuple[Sequence, ...]) -> jax.Array:
+    def _decode(self, sequences: tuple[Sequence, ...]) -> Sampled:
         rows = smallest_holding(self.shapes.decode_rows, len(sequences))
         positions = [sequence.computed - 1 for sequence in sequences]
         context = smallest_holding(self.shapes.contexts, max(positions) + 1)
@@ -169,12 +178,12 @@ class Runner:
             inputs.block_tables[row, : len(blocks)] = blocks[: inputs.block_tables.shape[1]]
             inputs.write_index[row] = _pool_index(blocks, position)
             slots[row] = sequence.slot
-        logits = self._run("decode", inputs, slots, bool(slots.any()))
-        plain = all(sequence.request.sampling.plain for sequence in sequences)
-        return self._sample(inputs.lanes, inputs.positions + 1, logits, plain)
+        hidden = self._run("decode", inputs, slots, bool(slots.any()))
+        logits = self._logits(hidden, np.arange(rows))
+        return self._sample(sequences, inputs.lanes, inputs.positions + 1, logits)
 
-    def _prefill(self, chunk: PrefillChunk) -> jax.Array:
-        """The chunk's program; where it is the last, the sequence's next token, otherwise noise."""
+    def _prefill(self, chunk: PrefillChunk) -> Float[jax.Array, "tokens hidden"]:
+        """The hidden states of the chunk's tokens, padding behind them."""
         sequence, end = chunk.sequence, chunk.start + chunk.length
         tokens = smallest_holding(self.shapes.prefill_tokens, chunk.length)
         context = smallest_holding(self.shapes.contexts, max(end, tokens))
@@ -187,14 +196,29 @@ class Runner:
         inputs.write_index[: chunk.length] = _pool_index(blocks, positions)
         used = min(len(blocks), inputs.block_tables.shape[1])
         inputs.block_tables[0, :used] = blocks[:used]
-        inputs.logits_rows[0] = chunk.length - 1
         slots = np.zeros(tokens, np.int32)
         slots[max(sequence.adapter_start - chunk.start, 0) : chunk.length] = sequence.slot
-        logits = self._run("prefill", inputs, slots, bool(slots.any()))
-        if not chunk.last:
-            return logits
-        plain = sequence.request.sampling.plain
-        return self._sample(inputs.lanes, np.array([end], np.int32), logits, plain)
+        return self._run("prefill", inputs, slots, bool(slots.any()))
+
+    def _first_token(self, chunk: PrefillChunk, hidden: jax.Array) -> Sampled:
+        """The token behind a prompt's last chunk."""
+        logits = self._logits(hidden, np.array([chunk.length - 1]))
+        lanes = np.array([chunk.sequence.lane], np.int32)
+        positions = np.array([chunk.start + chunk.length], np.int32)
+        return self._sample((chunk.sequence,), lanes, positions, logits)
+
+    def _score_prompt(self, chunk: PrefillChunk, hidden: jax.Array) -> list[PromptScores]:
+        """Logprobs of the prompt tokens behind `chunk.scored`, so many rows at a time."""
+        scored = []
+        for first in chunk.scored[::SCORED_ROWS]:
+            positions = range(first, min(first + SCORED_ROWS, chunk.scored.stop))
+            rows = np.zeros(SCORED_ROWS, np.int32)
+            tokens = np.zeros(SCORED_ROWS, np.int32)
+            rows[: len(positions)] = np.asarray(positions) - chunk.start
+            tokens[: len(positions)] = chunk.sequence.token_ids[first + 1 : positions.stop + 1]
+            scores = score(self._logits(hidden, rows), tokens)
+            scored.append(PromptScores(chunk.sequence, scores, len(positions)))
+        return scored
 
     def _padding(self, *, rows: int, tokens: int, context: int) -> StepInputs:
         return StepInputs(
@@ -203,11 +227,12 @@ class Runner:
             positions=np.zeros(tokens, np.int32),
             write_index=np.zeros(tokens, np.int32),
             block_tables=np.full((rows, context // BLOCK_SIZE), SCRAP_BLOCK, np.int32),
-            logits_rows=np.arange(rows, dtype=np.int32),
         )
 
-    def _run(self, phase: Phase, inputs: StepInputs, slots: np.ndarray, adapted: bool) -> jax.Array:
-        """Dispatch the forward pass; returns the logits of `inputs.logits_rows`."""
+    def _run(
+        self, phase: Phase, inputs: StepInputs, slots: Int[np.ndarray, "tokens"], adapted: bool
+    ) -> Float[jax.Array, "tokens hidden"]:
+        """Dispatch the forward pass; returns the hidden states that the head takes."""
         tables = routing = None
         if adapted:
             assert self.adapters is not None, "a row has an adapter, the runner has no pool"
@@ -220,32 +245,50 @@ class Runner:
             "positions": inputs.positions,
             "write_index": inputs.write_index,
         }
-        placed: Any = jax.device_put(
-            (tokens, attention, routing, inputs.logits_rows), self._replicated
-        )
-        tokens, attention, routing, logits_rows = placed
+        placed: Any = jax.device_put((tokens, attention, routing), self._replicated)
+        tokens, attention, routing = placed
         step = AttentionInputs(
             **attention,
             queries=len(inputs.positions) // len(inputs.lanes),
             context_chunk=self.shapes.context_chunk or inputs.block_tables.shape[1] * BLOCK_SIZE,
         )
-        self._kv, logits = self._programs.run(
+        self._kv, hidden = self._programs.run(
             tokens,
             self._lanes.last_token if phase == "decode" else None,
             self._kv,
             LayerInputs(step, tables, routing),
-            logits_rows,
             phase=phase,
         )
-        return logits
+        return hidden
+
+    def _logits(
+        self, hidden: Float[jax.Array, "tokens hidden"], rows: Int[np.ndarray, "rows"]
+    ) -> Float[jax.Array, "rows vocab"]:
+        return self._programs.logits(
+            hidden, jax.device_put(rows.astype(np.int32), self._replicated)
+        )
 
     def _sample(
         self,
+        sequences: tuple[Sequence, ...],
         lanes: Int[np.ndarray, "rows"],
         positions: Int[np.ndarray, "rows"],
-        logits: jax.Array,
+        logits: Float[jax.Array, "rows vocab"],
+    ) -> Sampled:
+        """Choose a token for each sequence; padding rows are behind them."""
+        sampling = [sequence.request.sampling for sequence in sequences]
+        tokens = self._choose(lanes, positions, logits, all(params.plain for params in sampling))
+        wanted = [params.logprobs for params in sampling]
+        scores = None if wanted.count(None) == len(wanted) else score(logits, tokens)
+        return Sampled(tokens, wanted, scores)
+
+    def _choose(
+        self,
+        lanes: Int[np.ndarray, "rows"],
+        positions: Int[np.ndarray, "rows"],
+        logits: Float[jax.Array, "rows vocab"],
         plain: bool,
-    ) -> jax.Array:
+    ) -> Int[jax.Array, "rows"]:
         if plain:
             self._lanes, tokens = sample_greedy(self._lanes, lanes, positions, logits)
         else:

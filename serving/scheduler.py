@@ -148,4 +148,18 @@ class Scheduler:
         length = min(budget, sequence.prefill_target - sequence.computed)
         start = sequence.computed
         sequence.computed += length
-        return PrefillChunk(sequence, start, length, last=sequence.decodes)
+        scored = _to_score(sequence, start, start + length)
+        return PrefillChunk(sequence, start, length, last=sequence.decodes, scored=scored)
+
+
+def _to_score(sequence: Sequence, start: int, end: int) -> range:
+    """The positions of a chunk whose next prompt token is to be scored; each is, once.
+
+    After a preemption the prompt is computed again, but no position is scored again.
+    """
+    if sequence.request.sampling.prompt_logprobs is None:
+        return range(0)
+    first = max(start, sequence.scored)
+    last = max(first, min(end, sequence.prompt_length - 1))
+    sequence.scored = last
+    return range(first, last)

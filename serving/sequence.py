@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from serving.core import FinishReason, Request
+from serving.core import FinishReason, Request, TokenLogprobs
 from serving.kv_cache import BlockTable
 
 
@@ -35,6 +35,8 @@ class Sequence:
     computed: int = 0  # tokens whose KV is written, or will be by a dispatched step
     prefill_target: int = 0  # tokens to compute before it decodes; fixed at admission
     sampled: int = 0
+    scored: int = 0  # prompt positions whose next token's logprobs have been asked for
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)  # come back
     in_flight: int = 0  # dispatched steps that hold it and have not been collected
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -65,12 +67,16 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """`length` tokens of a sequence from `start`; `last` ones give its next token."""
+    """`length` tokens of a sequence from `start`; `last` ones give its next token.
+
+    `scored` are the positions among them whose next prompt token's logprobs are wanted.
+    """
 
     sequence: Sequence
     start: int
     length: int
     last: bool
+    scored: range = range(0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,3 +97,12 @@ class Batch:
     @property
     def sequences(self) -> list[Sequence]:
         return [*self.decodes, *(chunk.sequence for chunk in self.prefills)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResults:
+    """What one step gave: a token for each of `Batch.sampling`, and logprobs where asked for."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]  # beside `tokens`
+    prompt_logprobs: list[tuple[Sequence, list[TokenLogprobs]]]  # in order of position

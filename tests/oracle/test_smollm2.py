@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from examples.smollm2 import DEFAULT_OUTPUT
 from serving import LLM, SamplingParams
+from serving.core import MAX_LOGPROBS
+from tests.tolerances import LOGITS_ATOL
 
 
 torch = pytest.importorskip("torch")
@@ -122,3 +125,37 @@ def test_chats_are_rendered_as_by_transformers(
         assert llm.tokenizer.apply_chat_template(messages, generate) == text
         tokens = oracle_tokenizer.apply_chat_template(messages, add_generation_prompt=generate)
         assert llm.tokenizer.encode(text, add_special_tokens=False) == tokens["input_ids"]
+
+
+@pytest.mark.timeout(600)
+def test_logprobs_of_prompts_and_answers_are_those_of_transformers_and_peft(llm: LLM) -> None:
+    """Also where temperature and penalties choose the tokens: they don't change what is told."""
+    models = (None, *ADAPTERS)
+    sampling = SamplingParams(
+        max_tokens=12,
+        temperature=1.3,
+        repetition_penalty=1.2,
+        seed=0,
+        ignore_eos=True,
+        logprobs=MAX_LOGPROBS,
+        prompt_logprobs=MAX_LOGPROBS,
+    )
+    prompts = [llm.tokenizer.encode(text) for text in PROMPTS]
+    asked = [(name, prompt) for name in models for prompt in prompts]
+    answers = llm.generate([p for _, p in asked], sampling, adapter=[name for name, _ in asked])
+    oracles = {name: oracle_model(name) for name in models}
+    for (name, prompt), answer in zip(asked, answers, strict=True):
+        tokens = [*prompt, *answer.token_ids]
+        with torch.no_grad():
+            logits = oracles[name](torch.tensor([tokens])).logits[0]
+        expected = torch.log_softmax(logits.double(), dim=-1).numpy()
+        assert answer.prompt_logprobs is not None and answer.logprobs is not None
+        told = [*answer.prompt_logprobs[1:], *answer.logprobs]
+        for position, (one, token) in enumerate(zip(told, tokens[1:], strict=True)):
+            assert one is not None and one.token_id == token and len(one.top) == MAX_LOGPROBS
+            wanted = expected[position]
+            assert one.logprob == pytest.approx(wanted[token], abs=LOGITS_ATOL)
+            best = np.sort(wanted)[::-1][:MAX_LOGPROBS]
+            np.testing.assert_allclose([p for _, p in one.top], best, rtol=0, atol=LOGITS_ATOL)
+            for other, logprob in one.top:
+                assert logprob == pytest.approx(wanted[other], abs=LOGITS_ATOL)

@@ -10,12 +10,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jaxlora.adapters.store import AdapterStore
-from serving.core import AdapterReference, FinishReason, Request, RequestStats, SamplingParams
+from serving.core import (
+    AdapterReference,
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestStats,
+    SamplingParams,
+)
 from serving.engine import EngineCore
 from serving.kv_cache import BlockPool
 from serving.scheduler import Scheduler
 from tests.support.adapters import CountingLoader, tiny_adapter
-from tests.support.fake_device import FakeDevice, FakeTokenizer, solo_answer
+from tests.support.fake_device import FakeDevice, FakeTokenizer, fake_logprobs, solo_answer
 
 
 BLOCK, VOCAB = 4, 50
@@ -58,12 +65,14 @@ class Harness:
         )
         self.tokens: dict[str, list[int]] = {}
         self.text: dict[str, str] = {}
+        self.outputs: dict[str, list[RequestOutput]] = {}
         self.reasons: dict[str, FinishReason] = {}
 
     def add(self, request_id, prompt, adapter=None, **sampling):
         reference = AdapterReference(adapter, self.store.keys[adapter]) if adapter else None
         self.engine.add(Request(request_id, tuple(prompt), SamplingParams(**sampling), reference))
         self.tokens[request_id], self.text[request_id] = [], ""
+        self.outputs[request_id] = []
 
     def solo(self, prompt, adapter, length):
         """What a request alone would get."""
@@ -78,6 +87,7 @@ class Harness:
             assert output.request_id not in self.reasons, "news after the end"
             self.tokens[output.request_id] += output.token_ids
             self.text[output.request_id] += output.text
+            self.outputs[output.request_id].append(output)
             assert output.completion_tokens == len(self.tokens[output.request_id])
             if output.finish_reason is not None:
                 self.reasons[output.request_id] = output.finish_reason
@@ -126,6 +136,49 @@ def test_preemption_loses_repeats_and_changes_no_token():
     for index in range(6):
         slot = harness.slots["ab"[index % 2]]
         assert harness.tokens[f"r{index}"] == solo_answer([index, 1, 2], slot, VOCAB, 24)
+
+
+def test_every_token_comes_with_its_own_logprobs_and_only_where_asked_for():
+    harness = Harness()
+    harness.add("asked", [1, 2], max_tokens=5, logprobs=3)
+    harness.add("silent", [1, 2], max_tokens=5)
+    harness.run()
+    for output in harness.outputs["asked"]:
+        assert output.logprobs == tuple(fake_logprobs(token, 3) for token in output.token_ids)
+    assert {output.logprobs for output in harness.outputs["silent"]} == {None}
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 30])
+def test_prompt_logprobs_come_once_and_whole_with_the_first_output(length):
+    harness = Harness(budget=8)
+    prompt = list(range(length))
+    harness.add("r", prompt, "a", max_tokens=3, prompt_logprobs=0)
+    harness.run()
+    first, *rest = harness.outputs["r"]
+    assert first.prompt_logprobs == (None, *(fake_logprobs(prompt[i], i - 1) for i in prompt[1:]))
+    assert {output.prompt_logprobs for output in rest} == {None}
+
+
+def test_a_preempted_prompt_is_scored_once():
+    harness = Harness(blocks=12, lanes=4, budget=4, max_model_len=40)
+    for index in range(6):
+        harness.add(f"r{index}", [index, 1, 2, 3, 4, 5], max_tokens=24, prompt_logprobs=1)
+    harness.run()
+    assert harness.recorder.preemptions > 0
+    for index in range(6):
+        given = [o.prompt_logprobs for o in harness.outputs[f"r{index}"] if o.prompt_logprobs]
+        assert given == [(None, *(fake_logprobs(i, i - 1) for i in range(1, 6)))]
+
+
+def test_a_request_for_no_tokens_scores_its_prompt_and_ends():
+    harness = Harness(budget=2)
+    harness.add("r", [3, 1, 2], "a", max_tokens=0, prompt_logprobs=0, logprobs=0)
+    harness.run()
+    (only,) = harness.outputs["r"]
+    assert (only.token_ids, only.text, only.completion_tokens) == ((), "", 0)
+    assert only.finish_reason is FinishReason.LENGTH
+    assert only.logprobs == () and only.prompt_logprobs is not None
+    assert [p.token_id for p in only.prompt_logprobs[1:] if p] == [1, 2]
 
 
 def test_a_stop_seen_one_step_late_streams_and_counts_no_extra_token():

@@ -13,8 +13,10 @@ from jaxlora.adapters.pool import PoolShape
 from serving.build import build_engine
 from serving.core import AdapterReference, FinishReason, Request, SamplingParams
 from serving.engine import EngineCore
+from serving.llm import Completion
 from tests.support.adapters import tiny_adapter
 from tests.support.tiny_models import tiny_plan
+from tests.tolerances import LOGITS_ATOL
 
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -41,19 +43,21 @@ def request(engine, request_id, prompt, adapter=None, sampling=GREEDY):
     return Request(request_id, tuple(prompt), sampling, reference)
 
 
-def run(engine, requests):
-    """Tokens and finish reason of each request, all added at once."""
-    tokens = {r.request_id: [] for r in requests}
-    reasons = {}
+def completions(engine, requests):
+    """The whole answer to each request, all added at once."""
+    outputs = {r.request_id: [] for r in requests}
     for r in requests:
         engine.add(r)
     while engine.busy:
         for output in engine.step():
-            tokens[output.request_id] += output.token_ids
-            if output.finish_reason is not None:
-                reasons[output.request_id] = output.finish_reason
+            outputs[output.request_id].append(output)
         engine.check_integrity()
-    return [(tokens[r.request_id], reasons[r.request_id]) for r in requests]
+    return [Completion.of(outputs[r.request_id]) for r in requests]
+
+
+def run(engine, requests):
+    """Tokens and finish reason of each request, all added at once."""
+    return [(list(c.token_ids), c.finish_reason) for c in completions(engine, requests)]
 
 
 def prompts(count, seed=0, longest=60):
@@ -62,6 +66,27 @@ def prompts(count, seed=0, longest=60):
 
 
 NAMES = [None, "adapter-0", "adapter-1", None, "adapter-1", "adapter-0"]
+
+
+MIXED = list(zip(prompts(6), NAMES, strict=True))
+
+
+def scores(answer):
+    return [*(one for one in answer.prompt_logprobs if one is not None), *answer.logprobs]
+
+
+@pytest.fixture
+def compilations():
+    """Whatever XLA compiles while the test runs."""
+    compiled: list[str] = []
+
+    def record(event: str, duration: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(record)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(record)
 
 
 def test_a_mixed_batch_gives_each_request_its_solo_tokens(engine):
@@ -147,11 +172,59 @@ def test_two_ranks_give_the_tokens_of_one(engine, tmp_path):
     assert run(build_engine(plan), asked) == run(engine, asked)
 
 
-def test_nothing_is_compiled_after_the_start(engine):
-    sizes = engine._runner._programs.cache_sizes()
-    asked = [
-        request(engine, f"r{i}", p, n)
-        for i, (p, n) in enumerate(zip(prompts(5, 9), NAMES, strict=False))
-    ]
-    run(engine, asked)
-    assert engine._runner._programs.cache_sizes() == sizes
+SCORED = dataclasses.replace(GREEDY, logprobs=5, prompt_logprobs=3)
+
+
+def test_the_chosen_token_of_a_greedy_answer_is_the_likeliest_with_the_same_logprob(engine):
+    asked = [request(engine, f"r{i}", p, n, SCORED) for i, (p, n) in enumerate(MIXED)]
+    for (prompt, _), answer in zip(MIXED, completions(engine, asked), strict=True):
+        assert answer.logprobs is not None and answer.prompt_logprobs is not None
+        assert [one.token_id for one in answer.logprobs] == list(answer.token_ids)
+        for one in answer.logprobs:
+            assert one.top[0] == (one.token_id, one.logprob)
+            assert [p for _, p in one.top] == sorted((p for _, p in one.top), reverse=True)
+            assert len(one.top) == 5 and one.logprob < 0
+        assert answer.prompt_logprobs[0] is None
+        scored = [one for one in answer.prompt_logprobs if one is not None]
+        assert [one.token_id for one in scored] == list(prompt[1:])
+        for one in scored:
+            assert len(one.top) == 3
+            assert dict(one.top).get(one.token_id, one.logprob) == one.logprob <= one.top[0][1]
+
+
+def test_logprobs_of_a_mixed_batch_are_those_of_each_request_alone(engine):
+    asked = [request(engine, f"r{i}", p, n, SCORED) for i, (p, n) in enumerate(MIXED)]
+    together = completions(engine, asked)
+    for one, expected in zip(asked, together, strict=True):
+        (alone,) = completions(engine, [one])
+        assert alone.token_ids == expected.token_ids
+        for got, want in zip(scores(alone), scores(expected), strict=True):
+            assert got.logprob == pytest.approx(want.logprob, abs=LOGITS_ATOL)
+
+
+def test_a_prompt_scores_as_the_answer_that_it_repeats(engine):
+    prompt = prompts(1)[0]
+    (answer,) = completions(engine, [request(engine, "r", prompt, "adapter-1", SCORED)])
+    again = dataclasses.replace(SCORED, max_tokens=0, logprobs=None)
+    longer = request(engine, "r", (*prompt, *answer.token_ids), "adapter-1", again)
+    (scored,) = completions(engine, [longer])
+    assert scored.token_ids == () and scored.logprobs is None
+    assert scored.prompt_logprobs is not None and answer.logprobs is not None
+    for got, want in zip(scored.prompt_logprobs[len(prompt) :], answer.logprobs, strict=True):
+        assert got is not None and got.token_id == want.token_id
+        assert got.logprob == pytest.approx(want.logprob, abs=LOGITS_ATOL)
+
+
+def test_nothing_is_compiled_after_the_start(tmp_path, compilations):
+    engine = build_engine(with_adapters(tiny_plan(tmp_path, max_num_seqs=3)))
+    sampled = SamplingParams(max_tokens=5, logit_bias=((1, 2.0),), presence_penalty=1.0)
+    compilations.clear()
+    for kind in (GREEDY, sampled, SCORED):
+        run(
+            engine,
+            [
+                request(engine, f"r{i}", p, n, kind)
+                for i, (p, n) in enumerate(zip(prompts(5, 9), NAMES, strict=False))
+            ],
+        )
+    assert compilations == []

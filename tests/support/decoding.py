@@ -96,8 +96,8 @@ def run(
         tokens, inputs = _inputs(spans, queries, tables, context_chunk)
         lora = (None, None) if adapters is None else _lora_inputs(adapters, queries, phase)
         every = np.arange(tokens.size, dtype=np.int32)
-        kv, logits = programs.run(tokens, None, kv, LayerInputs(inputs, *lora), every, phase=phase)
-        shaped = np.asarray(logits).reshape(len(spans), queries, -1)
+        kv, hidden = programs.run(tokens, None, kv, LayerInputs(inputs, *lora), phase=phase)
+        shaped = np.asarray(programs.logits(hidden, every)).reshape(len(spans), queries, -1)
         for row, span, result in zip(rows, spans, shaped, strict=True):
             row.extend(result[: len(span.tokens)])
 

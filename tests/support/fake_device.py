@@ -1,7 +1,7 @@
 """A runner without a model: it keeps KV by block as a device would, so lost or shared blocks show.
 
 The next token is a hash of all tokens the sequence's block table leads to, and of the slot that
-each of them ran with. It is computed at dispatch, as on a device's stream; `tokens()` may be read
+each of them ran with. It is computed at dispatch, as on a device's stream; `results()` may be read
 later.
 """
 
@@ -12,8 +12,9 @@ import hashlib
 
 import numpy as np
 
+from serving.core import TokenLogprobs
 from serving.kv_cache import SCRAP_BLOCK
-from serving.sequence import Batch, Sequence
+from serving.sequence import Batch, Sequence, StepResults
 
 
 def next_token(rows: list[tuple[int, int]], vocab: int) -> int:
@@ -32,6 +33,11 @@ def solo_answer(
     return [token for token, _ in rows[len(prompt) :]]
 
 
+def fake_logprobs(token: int, mark: int) -> TokenLogprobs:
+    """What stands for a token's logprobs; `mark` tells where they were made."""
+    return TokenLogprobs(token, float(-mark), ())
+
+
 def slot_at(sequence: Sequence, position: int) -> int:
     return sequence.slot if position >= sequence.adapter_start else 0
 
@@ -41,8 +47,20 @@ class FakePending:
     batch: Batch
     values: list[int]
 
-    def tokens(self) -> list[int]:
-        return self.values
+    def results(self) -> StepResults:
+        wanted = [sequence.request.sampling.logprobs for sequence in self.batch.sampling]
+        return StepResults(
+            tokens=self.values,
+            logprobs=[
+                None if count is None else fake_logprobs(token, count)
+                for token, count in zip(self.values, wanted, strict=True)
+            ],
+            prompt_logprobs=[
+                (chunk.sequence, [fake_logprobs(chunk.sequence.token_ids[i + 1], i)])
+                for chunk in self.batch.prefills
+                for i in chunk.scored
+            ],
+        )
 
 
 class FakeDevice:

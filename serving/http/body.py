@@ -19,7 +19,7 @@ MAX_BODY_BYTES = 4 * 2**20
 
 T = TypeVar("T")
 
-_PLACE = re.compile(r" - at `\$\.?(.*)`$")
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _FIELD = re.compile(r" field `(.+)`")
 
 
@@ -79,7 +79,7 @@ def _same(value: Any, off: Any) -> bool:
 def _named(message: str, where: str) -> InvalidRequestError:
     """A decoder's "Expected `int`, got `str` - at `$.seed`", with its field as param."""
     place = _PLACE.search(message)
-    path = where + (place[1] if place else "")
+    path = where + (place[1].replace("[...]", "") if place else "")  # of any of an object's values
     message = _PLACE.sub("", message)
     field = _FIELD.search(message)  # unknown, or missing
     param = ".".join(filter(None, (path.rstrip("."), field[1] if field else "")))

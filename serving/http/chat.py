@@ -54,7 +54,7 @@ async def check_chat(services: Services, fields: ChatRequest) -> Generation:
     adapter = services.catalog.resolve(fields.model, fields.adapter, fields.lora_name)
     limit = services.catalog.max_model_len
     special = bool(fields.add_special_tokens)
-    prompt = await chat_prompt(services.tokenizer, fields.messages, special, max_model_len=limit)
+    prompt = await chat_prompt(services.tokenizer, fields, special, limit)
     newer = fields.max_completion_tokens is not None
     asked = Asked(
         id_prefix="chatcmpl",

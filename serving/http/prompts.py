@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 
 from serving.errors import ContextLengthError, InvalidRequestError
 from serving.http.body import decode
-from serving.http.schemas import REFUSED_MESSAGE, Message
+from serving.http.schemas import REFUSED_MESSAGE, ROLES, ChatRequest, Message, TokenizeRequest
 from serving.http.services import Tokenizer
 
 
 MAX_PROMPTS = 2048  # of one request
-ROLES = ("system", "user", "assistant")
 
 TokenIds = tuple[int, ...]
 T = TypeVar("T")
@@ -62,33 +61,48 @@ async def completion_prompts(
 
 async def chat_prompt(
     tokenizer: Tokenizer,
-    messages: list[dict[str, Any]] | None,
+    fields: ChatRequest | TokenizeRequest,
     add_special_tokens: bool,
-    add_generation_prompt: bool = True,
     max_model_len: int | None = None,
 ) -> TokenIds:
-    """The prompt that the chat template makes of `messages`.
+    """The prompt that the chat template makes of the messages in `fields`.
 
     `add_special_tokens` is off by default in the routes, as templates write their own. Raises
     InvalidRequestError for an unknown role, content that isn't text, or what the template refuses;
     ContextLengthError where the text can't fit `max_model_len` whatever its tokens are.
     """
-    checked = [_message(message, i) for i, message in enumerate(messages or ())]
+    checked = [_message(message, i) for i, message in enumerate(fields.messages or ())]
     if not checked:
         raise InvalidRequestError("you must provide at least one message", param="messages")
+    goes_on = bool(fields.continue_final_message)
+    begins = not goes_on if fields.add_generation_prompt is None else fields.add_generation_prompt
 
     def render() -> list[int]:
         try:
-            text = tokenizer.apply_chat_template(checked, add_generation_prompt)
+            text = tokenizer.apply_chat_template(
+                checked, begins, goes_on, fields.chat_template_kwargs
+            )
         except ValueError as error:
-            raise InvalidRequestError(
-                f"the chat template refuses: {error}", param="messages"
-            ) from None
+            raise _template_error(error) from None
         _check_fits(text, tokenizer, max_model_len, "messages")
         return tokenizer.encode(text, add_special_tokens)
 
-    ids = await run_long(sum(len(message["content"]) + 16 for message in checked), render)
+    ids = await run_long(sum(_size(message) for message in checked), render)
     return _not_empty(ids, "messages")
+
+
+def _template_error(error: ValueError) -> InvalidRequestError:
+    """A chat template's refusal. One that is about a field's value begins with the field's name."""
+    message = str(error)
+    first = message.partition(" ")[0].rstrip(":")
+    field = first in ("continue_final_message", "chat_template_kwargs")
+    return InvalidRequestError(message, param=first if field else "messages")
+
+
+def _size(message: dict[str, Any]) -> int:
+    content = message["content"]
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return sum(len(text) + 16 for text in texts)
 
 
 def check_ids(ids: list[int], vocab_size: int, param: str) -> None:
@@ -162,4 +176,5 @@ def _message(data: dict[str, Any], position: int) -> dict[str, Any]:
                 f"{where}content holds a part of type {part.type!r}, only text is served",
                 param=f"{where}content",
             )
-    return {"role": message.role, "content": "\n".join(part.text for part in message.content)}
+    parts = [{"type": part.type, "text": part.text} for part in message.content]
+    return {"role": message.role, "content": parts}

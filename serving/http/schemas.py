@@ -1,17 +1,66 @@
 """What a request's body may hold. Decoded strictly: "5" is no integer, neither is true.
 
-A field that OpenAI or vLLM know and we don't do yet stands in a table with the values that mean
-"off"; anything else in it is refused by name, and so is a field nobody knows.
+A field that OpenAI or vLLM know and we don't do stands in `field_rows` with the values that mean
+"off"; anything else in it is refused by name, and so is a field nobody knows. Ranges stand here for
+the document that describes the routes as much as for the decoder; a number that needs 64 bits, or
+is compared with the model, is checked later and only described here.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from serving.core import MAX_LOGPROBS
+from serving.core import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from serving.http.field_rows import Routes, refused
+
+
+MAX_ANSWER = 2**31 - 1  # tokens; the context ends it long before
+MAX_CHOICES = 128  # a prompt
+MAX_STOP_STRINGS = 32
+MAX_STOP_LENGTH = 1024  # characters; stop strings are searched for after every token
+MAX_METADATA = 16  # OpenAI's numbers
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+MAX_SAFETY_IDENTIFIER = 128
+
+ROLES = ("system", "user", "assistant")
+
+
+def _described(name: str) -> Meta:
+    """Described as the type `name`, though decoded apart, for messages that say where."""
+    return Meta(extra_json_schema={"$ref": f"#/components/schemas/{name}"})
+
+
+TokenId = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
+Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+Messages = list[Annotated[dict[str, Any], _described("Message")]]
+Metadata = Annotated[
+    dict[
+        Annotated[str, Meta(max_length=MAX_METADATA_KEY)],
+        Annotated[str, Meta(max_length=MAX_METADATA_VALUE)],
+    ],
+    Meta(max_length=MAX_METADATA),
+]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `stream_options` holds."""
+
+    include_usage: bool | None = None
+
+
+class PromptCacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `prompt_cache_options` holds."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
 
 
 class ModelFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,65 +74,70 @@ class ModelFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class GenerationFields(ModelFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What chat and plain completions have in common. None is the same as left out."""
 
-    n: int | None = None  # choices a prompt
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None  # token id, as JSON's keys are strings -> bias
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_ANSWER)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    # Token ids are texts here, as JSON's keys are.
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    seed: Seed | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: Annotated[dict[str, Any], _described("StreamOptions")] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # in logprobs
-    include_stop_str_in_output: bool | None = None
-    user: str | None = None  # for a client's own records; changes nothing
+    return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 
-    prompt: str | list[str | int | list[int]] | None = None
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_ANSWER)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    best_of: int | None = None
+    logprobs: Logprobs | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] | None = None
-    max_completion_tokens: int | None = None
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None  # default: unless the final message is continued
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_ANSWER)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_ANSWER)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-
-
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `stream_options` holds."""
-
-    include_usage: bool | None = None
+    top_logprobs: Logprobs | None = None
+    metadata: Metadata | None = None
+    safety_identifier: Annotated[str, Meta(max_length=MAX_SAFETY_IDENTIFIER)] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One part of a message's content."""
 
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
     text: str
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One of `messages`."""
 
-    role: str
+    role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
     content: str | list[TextPart]
 
 
@@ -91,68 +145,24 @@ class TokenizeRequest(ModelFields, frozen=True, kw_only=True, forbid_unknown_fie
     """POST /tokenize: a prompt, or messages that go through the chat template."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None  # default: unless the final message is continued
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
-    add_generation_prompt: bool | None = None  # default: true
 
 
 class DetokenizeRequest(ModelFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 # Field -> the values that ask for nothing. null always does.
 Refused = dict[str, tuple[Any, ...]]
 
-_REFUSED: Refused = {
-    "prompt_logprobs": (),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "truncate_prompt_tokens": (),
-    "structured_outputs": (),
-    "priority": (0,),
-    "request_id": (),
-    "cache_salt": (),
-}
-
-REFUSED_COMPLETION: Refused = _REFUSED | {
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
-}
-
-REFUSED_CHAT: Refused = _REFUSED | {
-    "add_generation_prompt": (True,),
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),  # of no tools
-    "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
-}
+REFUSED_COMPLETION: Refused = refused(Routes.COMPLETIONS)
+REFUSED_CHAT: Refused = refused(Routes.CHAT)
 
 # An answer of ours, sent back as part of the conversation, has these.
 REFUSED_MESSAGE: Refused = {
@@ -174,8 +184,7 @@ REFUSED_STREAM_OPTIONS: Refused = {
 
 REFUSED_TOKENIZE: Refused = {
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
+    "documents": ([],),
     "return_token_strs": (False,),
     "tools": ([],),
 }

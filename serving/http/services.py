@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from serving.catalog import ModelCatalog
@@ -38,9 +38,17 @@ class Tokenizer(Protocol):
     def is_byte_fallback(self, token_id: int) -> bool: ...
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. Raises ValueError with the template's own reason for a refusal."""
+        """The prompt's text; a message's content is a text or a list of text parts.
+
+        Raises ValueError with the template's own reason for a refusal; where it is about one of the
+        last two arguments it begins with the argument's name.
+        """
         ...
 
 

@@ -48,15 +48,9 @@ async def _tokens(tokenizer: Tokenizer, fields: TokenizeRequest) -> TokenIds | l
     if (prompt is None) == (fields.messages is None):
         raise InvalidRequestError("you must provide either prompt or messages", param="prompt")
     if prompt is None:
-        return await chat_prompt(
-            tokenizer,
-            fields.messages,
-            bool(fields.add_special_tokens),
-            fields.add_generation_prompt is not False,
-        )
-    if fields.add_generation_prompt is not None:
-        raise InvalidRequestError(
-            "add_generation_prompt needs messages", param="add_generation_prompt"
-        )
+        return await chat_prompt(tokenizer, fields, bool(fields.add_special_tokens))
+    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        if getattr(fields, name) is not None:
+            raise InvalidRequestError(f"{name} needs messages", param=name)
     special = fields.add_special_tokens is not False
     return await run_long(len(prompt), lambda: tokenizer.encode(prompt, special))

@@ -8,7 +8,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -57,11 +57,27 @@ class ByteTokenizer:
         return False
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
+        switches = chat_template_kwargs or {}
         if any(message["content"] == "refuse me" for message in messages):
             raise ValueError("conversation roles must alternate")
-        text = "".join(f"<{message['role'][0]}:{message['content']}>" for message in messages)
+        if "messages" in switches:
+            raise ValueError("chat_template_kwargs can't set 'messages'")
+        if add_generation_prompt and continue_final_message:
+            raise ValueError("continue_final_message and add_generation_prompt can't both be true")
+        text = "".join(switches.get("greeting", ""))
+        for message in messages:
+            content = message["content"]
+            if not isinstance(content, str):
+                content = "\n".join(part["text"] for part in content)
+            text += f"<{message['role'][0]}:{content}>"
+        if continue_final_message:
+            return text[:-1]
         return text + "<a:" * add_generation_prompt
 
 

@@ -47,6 +47,24 @@ def test_content_may_be_text_parts(call, engine):
     assert prompt_of(engine) == "<s:be><u:one\ntwo><a:"
 
 
+def test_a_final_message_is_continued(call, engine):
+    messages = [*body()["messages"], {"role": "assistant", "content": "well"}]
+    fields = body(messages=messages, continue_final_message=True)
+    assert call("POST", "/v1/chat/completions", json=fields).status_code == 200
+    assert prompt_of(engine) == "<u:hi><a:well"
+
+
+def test_without_a_generation_prompt_the_messages_are_all(call, engine):
+    call("POST", "/v1/chat/completions", json=body(add_generation_prompt=False))
+    assert prompt_of(engine) == "<u:hi>"
+
+
+def test_template_switches_reach_the_template(call, engine):
+    fields = body(chat_template_kwargs={"greeting": "hey"})
+    call("POST", "/v1/chat/completions", json=fields)
+    assert prompt_of(engine) == "hey<u:hi><a:"
+
+
 def test_template_writes_its_own_special_tokens(call, engine):
     call("POST", "/v1/chat/completions", json=body())
     assert engine.requests[-1].prompt_token_ids[0] != BOS
@@ -105,6 +123,11 @@ def test_off_values_of_fields_not_served_are_accepted(call):
         "tool_choice": "none",
         "response_format": {"type": "text"},
         "logprobs": False,
+        "chat_template_kwargs": {},
+        "continue_final_message": False,
+        "add_generation_prompt": True,
+        "functions": [],
+        "documents": [],
         "logit_bias": {},
         "frequency_penalty": 0.0,
         "n": 1,

@@ -24,6 +24,14 @@ USER = {"role": "user", "content": "hi"}
         ({"model": "pirate", "prompt": "a"}, [BOS, 97]),
         ({"messages": [USER]}, list(b"<u:hi><a:")),
         ({"messages": [USER], "add_generation_prompt": False}, list(b"<u:hi>")),
+        (
+            {"messages": [USER], "continue_final_message": True},
+            list(b"<u:hi"),
+        ),
+        (
+            {"messages": [USER], "chat_template_kwargs": {"greeting": "ho"}},
+            list(b"ho<u:hi><a:"),
+        ),
         ({"messages": [USER], "add_special_tokens": True}, [BOS, *b"<u:hi><a:"]),
     ],
 )
@@ -52,6 +60,9 @@ def test_detokenize_shows_special_tokens(call):
         ({"prompt": "a", "messages": [USER]}, "prompt"),
         ({"prompt": ["a"]}, "prompt"),
         ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"prompt": "a", "continue_final_message": False}, "continue_final_message"),
+        ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ({"messages": [USER], "tools": [{}]}, "tools"),
         ({"prompt": "a", "return_token_strs": True}, "return_token_strs"),
         ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role"),
         ({"prompt": "a", "other": 1}, "other"),

@@ -108,10 +108,12 @@ class ModelConfig:
         folder = Path(folder)
         raw = read_json_object(folder / "config.json", ConfigError)
         generation = folder / "generation_config.json"
-        eos = _eos_token_ids(raw)
+        config = _parse(raw)
+        eos = _eos_token_ids(raw, config.vocab_size)
         if generation.exists():
-            eos = _eos_token_ids(read_json_object(generation, ConfigError)) or eos
-        return dataclasses.replace(_parse(raw), eos_token_ids=eos)
+            generation_raw = read_json_object(generation, ConfigError)
+            eos = _eos_token_ids(generation_raw, config.vocab_size) or eos
+        return dataclasses.replace(config, eos_token_ids=eos)
 
     @property
     def fingerprint(self) -> str:
@@ -283,10 +285,12 @@ def _windows(raw: JsonObject, model_type: str, num_layers: int) -> tuple[int | N
     return windows
 
 
-def _eos_token_ids(raw: JsonObject) -> tuple[int, ...]:
+def _eos_token_ids(raw: JsonObject, vocab_size: int) -> tuple[int, ...]:
     value = raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+        if isinstance(token, bool) or not isinstance(token, int):
             raise raw.error("eos_token_id", f"wants token ids, got {token!r:.60}")
+        if not 0 <= token < vocab_size:
+            raise raw.error("eos_token_id", f"wants ids below {vocab_size}, got {token!r:.60}")
     return tuple(ids)

@@ -77,6 +77,8 @@ def make_plan(config: EngineConfig) -> Plan:
     platform = jax.default_backend()
     _check_platform(config, platform)
     tokenizer = _read_tokenizer(config, model)
+    model = dataclasses.replace(model, eos_token_ids=tokenizer.eos_token_ids)
+    _check_eos(model)
     dtype = _choose_dtype(config, model, platform)
     modules = build(model, config.tp, dtype).modules
     adapters = _read_adapters(config, model, modules)
@@ -172,11 +174,6 @@ def _check_options(config: EngineConfig, model: ModelConfig) -> None:
             f"--max-model-len {config.max_model_len} is not between 2 and {limit}, the limit of"
             f" {model.source}"
         )
-    if len(model.eos_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise ConfigError(
-            f"{model.source}: eos_token_id: {len(model.eos_token_ids)} ids, at most"
-            f" {MAX_STOP_TOKEN_IDS} are served"
-        )
     choices = {
         "dtype": ("auto", *DTYPES),
         "load_format": ("auto", "dummy"),
@@ -219,6 +216,14 @@ def _read_tokenizer(config: EngineConfig, model: ModelConfig) -> Tokenizer:
             f" embeds {model.vocab_size} tokens"
         )
     return tokenizer
+
+
+def _check_eos(model: ModelConfig) -> None:
+    if len(model.eos_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise ConfigError(
+            f"{model.source}: eos_token_id: {len(model.eos_token_ids)} ids, at most"
+            f" {MAX_STOP_TOKEN_IDS} are served"
+        )
 
 
 def _read_adapters(

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
-from jaxlora.errors import CheckpointError
 from serving.chat_template import ChatTemplate, ChatTemplateError, load_chat_template
-
-
-# The named special tokens, in the order transformers has them.
-_SPECIAL_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+from serving.tokenizer_files import read_tokenizer_files
 
 
 class Tokenizer:
@@ -78,25 +65,13 @@ class Tokenizer:
     def from_folder(cls, path: str | Path) -> Tokenizer:
         """Read tokenizer.json and, where they exist, the config files beside it.
 
-        Raises CheckpointError, naming the file, for one that is missing, malformed or contradicts
-        another.
+        Raises CheckpointError, naming the file, for one that is missing, malformed, contradicts
+        another or is of a kind that is not served.
         """
         folder = Path(path)
-        backend = _load_backend(folder / "tokenizer.json")
-        config = _read_json(folder / "tokenizer_config.json")
-        special_tokens = _special_tokens(folder, config)
-        _add_tokens(backend, folder, config, special_tokens)
-        eos_token_ids = _eos_token_ids(folder)
-        if eos_token_ids is None:
-            eos = special_tokens.get("eos_token")
-            eos_id = None if eos is None else backend.token_to_id(eos)
-            if eos is not None and eos_id is None:
-                raise CheckpointError(
-                    f"{folder / 'tokenizer.json'}: eos_token {eos!r} is not in it"
-                )
-            eos_token_ids = () if eos_id is None else (eos_id,)
-        template = load_chat_template(folder, config, special_tokens)
-        return cls(backend, special_tokens, eos_token_ids, template)
+        files = read_tokenizer_files(folder)
+        template = load_chat_template(folder, files.config, files.special_tokens)
+        return cls(files.backend, files.special_tokens, files.eos_token_ids, template)
 
     @classmethod
     def of_bytes(cls, eos_token_ids: Sequence[int]) -> Tokenizer:
@@ -190,107 +165,3 @@ def _byte_characters() -> Iterator[tuple[str, int]]:
 
 
 _BYTE_OF = dict(_byte_characters())
-
-
-def _load_backend(path: Path) -> tokenizers.Tokenizer:
-    try:
-        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file; the tokenizer is read from it") from error
-    except Exception as error:  # the library raises plain Exception for a malformed file
-        raise CheckpointError(f"{path}: not a tokenizer: {_one_line(error)}") from error
-    # A file may carry its training's settings; a prompt is never cut or padded here.
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} where there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not a JSON file: {_one_line(error)}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
-    return value
-
-
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens. special_tokens_map.json wins, unless the config lists added tokens:
-    transformers' rule for files of before and after its version 4.34.
-    """
-    path = folder / "special_tokens_map.json"
-    sources = [(folder / "tokenizer_config.json", config)]
-    if "added_tokens_decoder" not in config:
-        sources.append((path, _read_json(path)))
-    named: dict[str, str] = {}
-    for path, values in sources:
-        for name in _SPECIAL_NAMES:
-            if name not in values:
-                continue
-            value = values[name]
-            content = value.get("content") if isinstance(value, dict) else value
-            if content is None and not isinstance(value, dict):
-                named.pop(name, None)
-            elif isinstance(content, str):
-                named[name] = content
-            else:
-                raise CheckpointError(f"{path}: {name} must be a string or hold `content`")
-    return named
-
-
-def _add_tokens(
-    backend: tokenizers.Tokenizer,
-    folder: Path,
-    config: Mapping[str, Any],
-    special_tokens: Mapping[str, str],
-) -> None:
-    """Give `backend` the tokens that only the config lists, and mark the named ones as special."""
-    path = folder / "tokenizer_config.json"
-    listed = config.get("added_tokens_decoder", {})
-    try:
-        wanted = sorted((int(index), AddedToken(**token)) for index, token in listed.items())
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: added_tokens_decoder is malformed") from error
-    present = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for token_id, token in wanted:
-        if token.content in present:
-            continue
-        backend.add_tokens([token])
-        if backend.token_to_id(token.content) != token_id:
-            raise CheckpointError(
-                f"{path}: added token {token.content!r} has id {token_id},"
-                f" but tokenizer.json has a place for it at {backend.token_to_id(token.content)}"
-            )
-    known = [token for token in special_tokens.values() if backend.token_to_id(token) is not None]
-    special = {
-        token.content for token in backend.get_added_tokens_decoder().values() if token.special
-    }
-    backend.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in known if t not in special]
-    )
-
-
-def _eos_token_ids(folder: Path) -> tuple[int, ...] | None:
-    """The ids that end an answer: generation_config.json's, else config.json's, else None."""
-    for name in ("generation_config.json", "config.json"):
-        config = _read_json(folder / name)
-        value = config.get("eos_token_id")
-        if value is None and isinstance(config.get("text_config"), dict):
-            value = config["text_config"].get("eos_token_id")
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-            raise CheckpointError(
-                f"{folder / name}: eos_token_id must be a token id or a list of them, got {value!r}"
-            )
-        return tuple(dict.fromkeys(ids))
-    return None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

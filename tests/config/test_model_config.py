@@ -131,6 +131,9 @@ def test_eos_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
     assert read(tmp_path, eos_token_id=2).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert read(tmp_path, eos_token_id=2).eos_token_ids == (5, 6)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 100]}')
+    with pytest.raises(ConfigError, match="generation_config.json: eos_token_id: wants ids below"):
+        read(tmp_path, eos_token_id=2)
     (tmp_path / "generation_config.json").write_text("{}")
     assert read(tmp_path, eos_token_id=2).eos_token_ids == (2,)
     assert read(tmp_path).eos_token_ids == ()
@@ -173,6 +176,9 @@ def test_eos_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
         ({"head_dim": 5}, "head_dim: 5: rotary embeddings need an even"),
         ({"torch_dtype": "int8"}, "torch_dtype: 'int8' is not served"),
         ({"eos_token_id": "two"}, "eos_token_id: wants token ids, got 'two'"),
+        ({"eos_token_id": [2, True]}, "eos_token_id: wants token ids, got True"),
+        ({"eos_token_id": [2, 100]}, "eos_token_id: wants ids below 100, got 100"),
+        ({"eos_token_id": -1}, "eos_token_id: wants ids below 100, got -1"),
         ({"layer_types": ["full_attention"]}, "layer_types: has 1 entries for 3 layers"),
         ({"layer_types": ["linear_attention"] * 3}, "'linear_attention' is not served"),
         ({"layer_types": ["sliding_attention"] * 3}, "no sliding window is set"),

@@ -5,6 +5,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 from jaxlora.errors import CheckpointError
@@ -147,7 +149,128 @@ def test_tokenizer_json_alone_says_what_is_added_around_a_text(tmp_path, add_bos
     assert [tokenizer.token(i) for i in tokenizer.encode("a", False)] == ["a"]
 
 
+def with_added(special):
+    """The byte-level tokenizer with one more token, "<x>", of the next id."""
+    backend = byte_level_backend()
+    backend.add_tokens([AddedToken("<x>", special=special, normalized=False)])
+    return backend
+
+
+# "<x>" with another file's word on it: is it left out of a text?
+MARKED = {
+    "named": ({"tokenizer_config": {"eos_token": "<x>"}}, True),
+    "named by the model": ({"tokenizer_config": {"image_token": "<x>"}}, True),
+    "named in an object": ({"tokenizer_config": {"extra_special_tokens": {"a": "<x>"}}}, True),
+    "nameless": ({"tokenizer_config": {"additional_special_tokens": ["<x>"]}}, False),
+    "listed as special": (
+        {"tokenizer_config": {"added_tokens_decoder": {264: {"content": "<x>", "special": True}}}},
+        True,
+    ),
+    "in the map": ({"special_tokens_map": {"pad_token": "<x>"}}, True),
+    "in an old file": ({"added_tokens": {"<x>": 264}}, False),
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_an_added_token_is_special_where_another_file_says_so(tmp_path, name):
+    files, special = MARKED[name]
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, with_added(False), **files))
+    assert tokenizer.decode(tokenizer.encode("a<x>")) == ("a" if special else "a<x>")
+    assert tokenizer.is_silent(264) == special
+
+
+def test_flags_of_a_listed_token_win_over_tokenizer_json(tmp_path):
+    listed = {264: {"content": "<x>", "special": True, "lstrip": True}}
+    config = {"added_tokens_decoder": listed}
+    folder = write_folder(tmp_path, with_added(True), tokenizer_config=config)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert [tokenizer.token(i) for i in tokenizer.encode("a <x>")] == ["a", "<x>"]
+
+
+def test_a_token_only_added_tokens_json_lists_is_added(folder):
+    put(folder, "added_tokens.json", {"<new>": 264})
+    put(folder, "tokenizer_config.json", {"additional_special_tokens": ["<new>"]})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.encode("<new>") == [264] and tokenizer.is_silent(264)
+
+
+def test_a_nameless_special_token_is_found_in_the_vocabulary(folder):
+    put(folder, "tokenizer_config.json", {"additional_special_tokens": ["he", "<nowhere>"]})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.decode(tokenizer.encode("ahe")) == "a"
+    assert tokenizer.vocab_size == 264
+
+
+def test_special_tokens_in_a_text_are_ordinary_text_where_the_config_splits_them(folder):
+    put(folder, "tokenizer_config.json", {"split_special_tokens": True})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.decode(tokenizer.encode("<s>he</s>")) == "<s>he</s>"
+
+
 # Refusals
+
+
+WORDS = {"<unk>": 0, "a": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "decoder", "reason"),
+    [
+        (models.WordPiece(WORDS, unk_token="<unk>"), decoders.WordPiece(), "model type WordPiece"),
+        (models.WordLevel(WORDS, unk_token="<unk>"), decoders.Fuse(), "model type WordLevel"),
+        (models.BPE(WORDS, [], end_of_word_suffix="</w>"), decoders.Fuse(), "end_of_word_suffix"),
+        (models.BPE(WORDS, [], continuing_subword_prefix="##"), decoders.Fuse(), "'##'"),
+        (models.BPE(WORDS, [], dropout=0.1), decoders.Fuse(), "dropout 0.1"),
+        (models.BPE(WORDS, []), decoders.BPEDecoder(), "decoder BPEDecoder"),
+        (models.BPE(WORDS, []), decoders.CTC(), "decoder CTC"),
+        (models.BPE(WORDS, []), None, "decoder null"),
+        (models.BPE(WORDS, []), decoders.Replace("_", " "), "decoder Replace is only served for"),
+        (models.BPE(WORDS, []), decoders.Metaspace("_"), "decoder Metaspace is only served for"),
+        (
+            models.BPE(WORDS, []),
+            decoders.Sequence([decoders.Replace(Regex("."), " "), decoders.Fuse()]),
+            "decoder Replace is only served for",
+        ),
+    ],
+)
+def test_a_kind_of_tokenizer_that_is_not_served_is_refused_by_name(
+    tmp_path, model, decoder, reason
+):
+    backend = Backend(model)
+    if decoder is not None:
+        backend.decoder = decoder
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: ") as caught:
+        Tokenizer.from_folder(write_folder(tmp_path, backend))
+    assert reason in str(caught.value) and "served" in str(caught.value)
+
+
+def test_a_unigram_tokenizer_is_served(tmp_path):
+    scores = [("<unk>", 0.0), ("▁", -2.0), ("▁a", -1.0), ("b", -1.0), ("é", -3.0)]
+    backend = Backend(models.Unigram(scores, unk_id=0, byte_fallback=False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, backend))
+    ids = tokenizer.encode("ab é")
+    assert [tokenizer.token(i) for i in ids] == ["▁a", "b", "▁", "é"]
+    assert tokenizer.decode(ids) == "ab é"
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == " ab é"
+
+
+@pytest.mark.parametrize(
+    ("strip", "wanted", "refused"),
+    [(True, True, False), (True, False, True), (False, True, True), (False, None, False)],
+)
+def test_a_prefix_space_that_tokenizer_json_contradicts_is_refused(
+    tmp_path, strip, wanted, refused
+):
+    config = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": wanted}
+    backend = byte_fallback_backend(strip=strip)
+    folder = write_folder(tmp_path, backend, tokenizer_config=config)
+    if refused:
+        with pytest.raises(CheckpointError, match="tokenizer_config.json: add_prefix_space is"):
+            Tokenizer.from_folder(folder)
+    else:
+        Tokenizer.from_folder(folder)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +282,10 @@ def test_tokenizer_json_alone_says_what_is_added_around_a_text(tmp_path, add_bos
         ("tokenizer_config.json", "[]", "must hold a JSON object"),
         ("tokenizer_config.json", '{"eos_token": 3}', "eos_token must be a string"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"a": 1}}', "is malformed"),
+        ("tokenizer_config.json", '{"extra_special_tokens": 3}', "extra_special_tokens must be"),
+        ("tokenizer_config.json", '{"extra_special_tokens": [3]}', "extra_special_tokens must be"),
+        ("tokenizer_config.json", '{"split_special_tokens": 1}', "split_special_tokens must be"),
+        ("added_tokens.json", '{"<x>": "a"}', "is malformed"),
         ("tokenizer_config.json", '{"added_tokens_decoder": []}', "is malformed"),
         ("special_tokens_map.json", '{"bos_token": {}}', "bos_token must be a string"),
         ("generation_config.json", "nope", "not a JSON file"),
@@ -285,6 +412,11 @@ FOLDERS = {
         },
     ),
     "named_special": (byte_level_backend(), {"eos_token": "he"}),
+    "split_special": (byte_level_backend(), {"split_special_tokens": True}),
+    **{
+        f"marked {name}": (with_added(False), files.get("tokenizer_config", {}), files)
+        for name, (files, _) in MARKED.items()
+    },
 }
 
 
@@ -292,15 +424,16 @@ FOLDERS = {
 @pytest.mark.parametrize("name", sorted(FOLDERS))
 def test_equals_transformers_for_every_setting_of_a_folder(name, tmp_path):
     transformers = pytest.importorskip("transformers")
-    backend, config = FOLDERS[name]
+    backend, config, *files = FOLDERS[name]
+    others = {name: value for name, value in (files or [{}])[0].items() if value is not config}
     config = config | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": "{{ bos_token }}{% for m in messages %}{{ m | tojson }}{% endfor %}",
     }
-    write_folder(tmp_path, backend, tokenizer_config=config)
+    write_folder(tmp_path, backend, tokenizer_config=config, **others)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = Tokenizer.from_folder(tmp_path)
-    for text in [*TEXTS, "ahe he<pad>he"]:
+    for text in [*TEXTS, "ahe he<pad>he", "a <x> he"]:
         for add in (False, True):
             ids = theirs.encode(text, add_special_tokens=add)
             assert ours.encode(text, add_special_tokens=add) == ids

@@ -6,20 +6,14 @@ The module's tests share the process; each waits until it is idle again.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import json
-import os
-import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -28,15 +22,13 @@ from jaxlora.config import ModelConfig
 from jaxlora.models import build
 from tests.serving.http.fakes import wait_until
 from tests.support.peft_folders import random_factors, write_adapter
+from tests.support.server_process import IDS, LONG, PATIENCE, Server
 from tests.support.tiny_models import TINY_QWEN3, write_byte_tokenizer, write_checkpoint
 
 
-ROOT = Path(__file__).parents[2]
-CONTEXT = 1024
+CONTEXT = LONG + 24
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 MODELS = ("tiny", "attention", "all")
-IDS = {"return_token_ids": True, "ignore_eos": True}
-PATIENCE = 60.0
 
 
 def write_model(root: Path) -> list[str]:
@@ -63,88 +55,6 @@ def write_model(root: Path) -> list[str]:
     line = f"-m serving.server --model {model} --alias default --port 0 --max-num-seqs 4"
     line += f" --prefill-chunk 16 --adapter attention={attention} --adapter all={everything}"
     return [sys.executable, *line.split()]
-
-
-class Server:
-    """The process, and how busy it says it is."""
-
-    def __init__(self, command: list[str]) -> None:
-        self.process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.errors: list[str] = []
-        assert self.process.stdout and self.process.stderr
-        stderr = self.process.stderr
-        self._reader = threading.Thread(target=lambda: self.errors.extend(stderr), daemon=True)
-        self._reader.start()
-        self.greeting = self.process.stdout.readline()
-        assert self.greeting, "".join(self.errors)
-        self.base_url = self.greeting.split()[-1]
-        self.root = self.base_url.removesuffix("/v1")
-        self.http = httpx.Client(base_url=self.root, timeout=PATIENCE)
-        self.client = openai.OpenAI(
-            base_url=self.base_url, api_key="none", max_retries=0, timeout=PATIENCE
-        )
-
-    def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels."""
-        total = 0.0
-        for line in self.http.get("/metrics").text.splitlines():
-            if match := re.fullmatch(rf"{re.escape(name)}\{{(.*)\}} (\S+)", line):
-                found = dict(re.findall(r'(\w+)="([^"]*)"', match[1]))
-                if labels.items() <= found.items():
-                    total += float(match[2])
-        return total
-
-    @property
-    def running(self) -> int:
-        return int(self.metric("vllm:num_requests_running"))
-
-    @property
-    def idle(self) -> bool:
-        gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        return all(self.metric(f"vllm:{name}") == 0 for name in gauges)
-
-    def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
-        return self.http.post(path, json=fields)
-
-    def tokens(self, model: str, prompt: Any, max_tokens: int = 12, **fields: Any) -> list[int]:
-        """The answer's token ids, greedy unless told otherwise."""
-        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        response = self.post(**(body | IDS | fields))
-        assert response.status_code == 200, response.text
-        return response.json()["choices"][0]["token_ids"]
-
-    @contextlib.contextmanager
-    def endless(self, model: str, **fields: Any) -> Iterator[socket.socket]:
-        """A raw connection whose request runs as long as the context allows."""
-        body = {"model": model, "prompt": "go on", "max_tokens": CONTEXT - 10, "stream": True}
-        data = json.dumps(body | IDS | fields).encode()
-        before = self.running
-        with socket.create_connection(("127.0.0.1", httpx.URL(self.root).port or 0)) as connection:
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
-            )
-            connection.sendall(head.encode() + data)
-            wait_until(lambda: self.running > before, PATIENCE)
-            yield connection
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.http.close()
-        self.client.close()
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        status = self.process.wait(PATIENCE)
-        self._reader.join(PATIENCE)
-        for pipe in (self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            pipe.close()
-        return status
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +258,7 @@ WRONG: list[tuple[dict[str, Any], int, str | None]] = [
     ({"prompt": "x" * 10**6}, 400, "prompt"),
     ({"temperature": "hot"}, 400, "temperature"),
     ({"stop_token_ids": [-1]}, 400, "stop_token_ids"),
-    ({"logprobs": 2}, 400, "logprobs"),
+    ({"logprobs": 21}, 400, "logprobs"),
     ({"nonsense": 1}, 400, "nonsense"),
 ]
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from serving.tokenizer import Tokenizer
@@ -59,7 +59,36 @@ def wordpiece_backend() -> Backend:
     return _with_specials(backend)
 
 
+def trained_backend() -> Backend:
+    """A byte-level BPE trained so that tokens end inside characters of several scripts."""
+    texts = ["the cat, the hat", "日本語日本人", "привет мир", "😀😁😂🤣", "नमस्ते", "שלום"] * 4
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _with_specials(backend)
+
+
+def unigram_backend() -> Backend:
+    """A SentencePiece unigram vocabulary with bytes for what it lacks."""
+    spelled = [f"<0x{byte:02X}>" for byte in range(256)]
+    scores = [(token, -10.0 - i / 100) for i, token in enumerate([*SPECIALS, *spelled, *WORDS])]
+    backend = Backend(models.Unigram(scores, unk_id=0, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    steps = [decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)
+    return _with_specials(backend)
+
+
 BACKENDS = {
+    "trained": trained_backend(),
+    "unigram": unigram_backend(),
     "byte_level": byte_level_backend(),
     "byte_fallback": byte_fallback_backend(strip=False),
     "byte_fallback_strip": byte_fallback_backend(strip=True),

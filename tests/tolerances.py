@@ -17,3 +17,6 @@ ROPE_RTOL = 1e-6
 
 # A logprob made from given float32 logits against float64: a sum over the vocabulary.
 LOGPROB_ATOL = 1e-5
+
+# A sum of an answer's float32 logprobs over HTTP against transformers'.
+LOGLIKELIHOOD_ATOL = 1e-3

@@ -20,3 +20,6 @@ LOGPROB_ATOL = 1e-5
 
 # A sum of an answer's float32 logprobs over HTTP against transformers'.
 LOGLIKELIHOOD_ATOL = 1e-3
+
+# Penalised, biased and filtered logits against transformers': a few float32 operations each.
+PROCESSED_LOGITS_RTOL = 1e-5

@@ -1,0 +1,3 @@
+"""Models, adapters, parallelism, checkpoints."""
+
+__version__ = "0.1.0"

@@ -7,11 +7,11 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from serving.core import Request, RequestOutput
 from serving.engine import EngineCore
-from serving.engine_protocol import EngineDeadError
+from serving.engine_protocol import EngineDeadError, QueueFullError
 
 
 logger = logging.getLogger(__name__)
@@ -26,10 +26,17 @@ class EngineThread:
     Commands go in through one queue and are carried out between steps; outputs come back through
     the event loop of whoever asked. An error inside a step ends the engine: every stream is told,
     and `alive` turns False.
+
+    `max_queue` bounds the requests that wait. One that a free lane can take at the next step does
+    not wait, unless the last step left others behind.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, *, max_queue: int | None = None) -> None:
         self._core = core
+        self._max_queue = max_queue
+        self._placed: set[str] = set()  # ids that have a place, and are not in the core yet
+        self._over = 0  # requests in the core's queue beyond its free lanes; may be negative
+        self._count_queue()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, Callable[[News], None]] = {}  # of the step thread alone
         self._ended: str | None = None  # why, once it has
@@ -44,6 +51,23 @@ class EngineThread:
         """End the step loop; open streams get EngineDeadError. Waits for the step in progress."""
         self._commands.put(None)
         self._thread.join()
+
+    @contextlib.contextmanager
+    def places(self, requests: Sequence[Request]) -> Iterator[None]:
+        """See `serving.engine_protocol.Engine.places`."""
+        if self._max_queue is not None:
+            wanted, lanes = len(requests), self._core.scheduler.lanes
+            if self._over + len(self._placed) + wanted > self._max_queue:
+                raise QueueFullError(
+                    f"no room in the queue for {wanted} more, it holds {self._max_queue}",
+                    ever=wanted <= lanes + self._max_queue,
+                )
+        ids = {request.request_id for request in requests}
+        self._placed |= ids
+        try:
+            yield
+        finally:
+            self._placed -= ids
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """See `serving.engine_protocol.Engine.generate`."""
@@ -75,7 +99,9 @@ class EngineThread:
         reason = "the engine has been closed"
         try:
             while self._carry_out_commands():
-                for output in self._core.step():
+                outputs = self._core.step()
+                self._count_queue()
+                for output in outputs:
                     self._tell(output)
         except Exception as failure:
             logger.exception("a step failed; the engine has ended")
@@ -110,6 +136,14 @@ class EngineThread:
             _try(deliver, error)
         else:
             self._streams[request.request_id] = deliver
+            self._count_queue()
+        self._placed.discard(request.request_id)  # last: never uncounted in between
+
+    def _count_queue(self) -> None:
+        """Publish the queue's length to the other threads, as one number."""
+        scheduler = self._core.scheduler
+        free = 0 if scheduler.blocked else scheduler.free_lanes
+        self._over = len(scheduler.waiting) - free
 
     def _abort(self, request_id: str) -> None:
         if self._streams.pop(request_id, None) and self.alive:

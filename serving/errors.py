@@ -14,6 +14,7 @@ class ServingError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "internal_server_error"
     code: ClassVar[str | None] = None
+    retry_after: ClassVar[int | None] = None  # seconds after which the same request may do better
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -70,6 +71,23 @@ class PayloadTooLargeError(ServingError):
     status = 413
     type = "invalid_request_error"
     code = "payload_too_large"
+
+
+class UnsupportedMediaTypeError(ServingError):
+    """The request's body says that it is something else than JSON."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class TooManyRequestsError(ServingError):
+    """As many requests wait as may."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    retry_after = 1
 
 
 class InternalServerError(ServingError):

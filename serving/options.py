@@ -32,6 +32,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    max_queue: int | None = None  # requests that may wait; None: any number
 
 
 def parse_options(arguments: Sequence[str] | None) -> tuple[EngineConfig, ServerConfig]:
@@ -89,6 +90,13 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--port", default=config.port, type=_port, help="0: any free (%(default)s)")
     group.add_argument(
         "--api-key", default=config.api_key, type=_api_key, help="clients must send it as a bearer"
+    )
+    group.add_argument(
+        "--max-queue",
+        default=config.max_queue,
+        type=_count_from_0,
+        metavar="N",
+        help="requests that may wait, each choice of each prompt is one; more are answered 429",
     )
 
 
@@ -217,6 +225,10 @@ def _count(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,12}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
     return int(text)
+
+
+def _count_from_0(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _port(text: str) -> int:

@@ -16,9 +16,7 @@ class OutputStream:
         self.sequence = sequence
         sampling = sequence.request.sampling
         self._detokenizer = IncrementalDetokenizer(tokenizer, sequence.request.prompt_token_ids)
-        self._filter = StopStringFilter(
-            sampling.stop, include=sampling.include_stop_str_in_output
-        )
+        self._filter = StopStringFilter(sampling.stop, include=sampling.include_stop_str_in_output)
         eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
         self._stop_ids = frozenset((*sampling.stop_token_ids, *eos))
 

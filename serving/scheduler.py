@@ -23,12 +23,21 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.preemptions = 0
+        self.blocked = False  # whether the last step left someone waiting
         self._free_lanes = list(range(lanes - 1, -1, -1))
         self._lanes = lanes
 
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
+
+    @property
+    def free_lanes(self) -> int:
+        return len(self._free_lanes)
+
+    @property
+    def lanes(self) -> int:
+        return self._lanes
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -37,6 +46,7 @@ class Scheduler:
         """The next step's work. Marks it as dispatched: the caller must dispatch and collect it."""
         decodes = self._schedule_decodes()
         batch = Batch(prefills=tuple(self._schedule_prefills()), decodes=tuple(decodes))
+        self.blocked = bool(self.waiting)
         for sequence in batch.sampling:
             sequence.sampled += 1
         for sequence in batch.sequences:

@@ -64,7 +64,7 @@ def build_backend(engine_config: EngineConfig, server: ServerConfig) -> Backend:
     )
     slots = engine_config.adapter_slots or len(served)
     metrics = Metrics(server.name, max_adapters=slots)
-    engine = EngineThread(build_engine(plan, metrics))
+    engine = EngineThread(build_engine(plan, metrics), max_queue=server.max_queue)
     metrics.record_adapters(served)
     return Backend(engine, catalog, plan.tokenizer, metrics, engine.close)
 
@@ -101,6 +101,7 @@ def serve(backend: Backend, server: ServerConfig, listener: socket.socket) -> No
         app,
         lifespan="off",
         log_config=logging_config(),
+        access_log=False,  # the app has its own, with request ids
         server_header=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
 
+from jaxlora import __version__
 from serving.catalog import ModelCatalog
 from serving.engine_protocol import Engine
 from serving.http import errors, openapi
@@ -13,6 +14,7 @@ from serving.http.chat import chat_router
 from serving.http.completions import completions_router
 from serving.http.health import health_router
 from serving.http.models import models_router
+from serving.http.request_log import RequestLogMiddleware
 from serving.http.services import Services, Tokenizer
 from serving.http.streaming import ClientDisconnectedError
 from serving.http.tokenize import tokenize_router
@@ -29,10 +31,10 @@ def create_app(
 ) -> FastAPI:
     """OpenAI's routes over a running engine. The caller starts and stops the engine.
 
-    With an `api_key`, everything but /health needs it.
+    With an `api_key`, everything but the probes (/health, /ready, /ping) needs it.
     """
     services = Services(engine, catalog, tokenizer, metrics)
-    app = FastAPI(title="jaxlora", redirect_slashes=False)
+    app = FastAPI(title="jaxlora", version=__version__, redirect_slashes=False)
     for router in (
         chat_router(services),
         completions_router(services),
@@ -42,11 +44,12 @@ def create_app(
     ):
         app.include_router(router)
     errors.install(app)
-    openapi.install(app)
+    openapi.install(app, needs_key=api_key is not None)
     for gone in (ClientDisconnect, ClientDisconnectedError):
         app.add_exception_handler(gone, _no_answer)
     if api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=api_key)
+    app.add_middleware(RequestLogMiddleware)  # the last one added is the first to be asked
     return app
 
 

@@ -11,7 +11,7 @@ from serving.errors import AuthenticationError
 from serving.http.errors import error_response
 
 
-OPEN_PATHS = ("/health",)  # probes carry no key
+OPEN_PATHS = ("/health", "/ready", "/ping")  # probes carry no key
 
 
 class ApiKeyMiddleware:

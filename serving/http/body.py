@@ -10,12 +10,19 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request
 
-from serving.errors import InvalidRequestError, PayloadTooLargeError, UnavailableError
+from serving.errors import (
+    InvalidRequestError,
+    PayloadTooLargeError,
+    UnavailableError,
+    UnsupportedMediaTypeError,
+)
 from serving.http.schemas import Refused
 
 
 # Parsing holds up every stream: this much takes well under a second.
 MAX_BODY_BYTES = 4 * 2**20
+
+JSON = "application/json"
 
 T = TypeVar("T")
 
@@ -24,11 +31,15 @@ _FIELD = re.compile(r" field `(.+)`")
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The body as a JSON object.
+    """The body as a JSON object. It may say that it is JSON, or nothing.
 
-    Raises InvalidRequestError where it is none, PayloadTooLargeError over MAX_BODY_BYTES, and
-    UnavailableError where the server stops before all of it has come.
+    Raises InvalidRequestError where it is none, UnsupportedMediaTypeError where it says that it is
+    something else, PayloadTooLargeError over MAX_BODY_BYTES, and UnavailableError where the server
+    stops before all of it has come.
     """
+    media = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if media != JSON:
+        raise UnsupportedMediaTypeError(f"the body must be {JSON}, its Content-Type is {media!r}")
     try:
         body = await _read(request)
     except asyncio.CancelledError:  # only a server that stops, and has waited long enough, does it

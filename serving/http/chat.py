@@ -13,8 +13,9 @@ from serving.errors import InvalidRequestError
 from serving.http.body import decode, read_object
 from serving.http.generation import Asked, Generation, collect, logprobs_held, plan, run
 from serving.http.logprobs import TokenNames, chat_logprobs
-from serving.http.openapi import operation
+from serving.http.openapi import GENERATING, operation
 from serving.http.prompts import chat_prompt, run_long
+from serving.http.request_log import note_adapter
 from serving.http.responses import (
     ChatChoice,
     ChatChunk,
@@ -26,18 +27,22 @@ from serving.http.responses import (
 )
 from serving.http.schemas import REFUSED_CHAT, ChatRequest
 from serving.http.services import Services
-from serving.http.streaming import DONE, EventStream, event, unless_disconnected
+from serving.http.streaming import DONE, event, open_stream, unless_disconnected
 
 
 def chat_router(services: Services) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(default_response_class=Response)
+    described = operation(ChatCompletion, ChatRequest, errors=GENERATING, events=ChatChunk)
 
-    @router.post("/v1/chat/completions", openapi_extra=operation(ChatCompletion, ChatRequest))
+    @router.post("/v1/chat/completions", openapi_extra=described)
     async def create_chat_completion(request: Request) -> Response:
+        """Answer a conversation, with the base model or an adapter."""
         data = await read_object(request)
         generation = await check_chat(services, decode(data, ChatRequest, REFUSED_CHAT))
+        note_adapter(request, generation.adapter)
         if generation.stream:
-            return EventStream(chat_events(services, generation))
+            events = chat_events(services, generation)
+            return await open_stream(services.engine, generation.requests, events)
         answers = await unless_disconnected(request.receive, collect(services.engine, generation))
         return json_response(
             await run_long(

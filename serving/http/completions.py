@@ -13,28 +13,33 @@ from serving.errors import InvalidRequestError
 from serving.http.body import decode, read_object
 from serving.http.generation import Asked, Generation, collect, logprobs_held, plan, run
 from serving.http.logprobs import CompletionLogprobsWriter, TokenNames
-from serving.http.openapi import operation
+from serving.http.openapi import GENERATING, operation
 from serving.http.prompts import Prompt, completion_prompts, run_long
+from serving.http.request_log import note_adapter
 from serving.http.responses import Completion, CompletionChoice, json_response
 from serving.http.schemas import REFUSED_COMPLETION, CompletionRequest
 from serving.http.services import Services
-from serving.http.streaming import DONE, EventStream, event, unless_disconnected
+from serving.http.streaming import DONE, event, open_stream, unless_disconnected
 
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 def completions_router(services: Services) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(default_response_class=Response)
+    described = operation(Completion, CompletionRequest, errors=GENERATING, events=Completion)
 
-    @router.post("/v1/completions", openapi_extra=operation(Completion, CompletionRequest))
+    @router.post("/v1/completions", openapi_extra=described)
     async def create_completion(request: Request) -> Response:
+        """Continue prompts, with the base model or an adapter."""
         data = await read_object(request)
         generation = await check_completion(
             services, decode(data, CompletionRequest, REFUSED_COMPLETION)
         )
+        note_adapter(request, generation.adapter)
         if generation.stream:
-            return EventStream(completion_events(services, generation))
+            events = completion_events(services, generation)
+            return await open_stream(services.engine, generation.requests, events)
         answers = await unless_disconnected(request.receive, collect(services.engine, generation))
         return json_response(
             await run_long(

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.engine_protocol import EngineDeadError
+from serving.engine_protocol import EngineDeadError, QueueFullError
 from serving.errors import (
     AuthenticationError,
     InternalServerError,
@@ -16,6 +16,7 @@ from serving.errors import (
     MethodNotAllowedError,
     NotFoundError,
     ServingError,
+    TooManyRequestsError,
     UnavailableError,
     error_body,
 )
@@ -31,12 +32,19 @@ def as_serving_error(error: Exception) -> ServingError:
         return error
     if isinstance(error, EngineDeadError):
         return UnavailableError("the engine has stopped")
+    if isinstance(error, QueueFullError):
+        kind = TooManyRequestsError if error.ever else InvalidRequestError
+        return kind(str(error))
     _log.error("a request failed", exc_info=error)
     return InternalServerError("internal server error; the server's log says more")
 
 
 def error_response(error: ServingError) -> Response:
-    headers = {"www-authenticate": "Bearer"} if isinstance(error, AuthenticationError) else None
+    headers = {}
+    if isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
     return json_response(error_body(error), error.status, headers)
 
 
@@ -48,7 +56,7 @@ def install(app: FastAPI) -> None:
             error = _of_router(request, error)
         return error_response(as_serving_error(error))
 
-    for kind in (ServingError, EngineDeadError, HTTPException):
+    for kind in (ServingError, EngineDeadError, QueueFullError, HTTPException):
         app.add_exception_handler(kind, answer)
     app.add_middleware(_Surprises)
 

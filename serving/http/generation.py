@@ -48,6 +48,7 @@ class Generation:
 
     id: str
     model: str  # the name in the answer: the adapter's where there is one
+    adapter: AdapterReference | None
     prompts: tuple[TokenIds, ...]
     echoes: tuple[str, ...] | None
     choices: int  # a prompt
@@ -98,6 +99,7 @@ def plan(
     return Generation(
         id=request_id,
         model=adapter.name if adapter else fields.model or "",
+        adapter=adapter,
         prompts=tuple(prompts),
         echoes=asked.echoes,
         choices=choices,
@@ -202,11 +204,12 @@ def run(engine: Engine, generation: Generation) -> AsyncGenerator[tuple[int, Req
 
 
 async def collect(engine: Engine, generation: Generation) -> list[RequestOutput]:
-    """Run it to the end; each choice's outputs as one."""
+    """Run it to the end; each choice's outputs as one. Raises QueueFullError before it begins."""
     news: list[list[RequestOutput]] = [[] for _ in generation.requests]
-    async with aclosing(run(engine, generation)) as outputs:
-        async for index, output in outputs:
-            news[index].append(output)
+    with engine.places(generation.requests):
+        async with aclosing(run(engine, generation)) as outputs:
+            async for index, output in outputs:
+                news[index].append(output)
     return [_joined(outputs) for outputs in news]
 
 

@@ -138,6 +138,39 @@ class Text(msgspec.Struct, kw_only=True):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """What a client needs to make the model's prompts by itself. Tokens are texts."""
+
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    eos_token_ids: list[int]
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
+
+
+class Ready(msgspec.Struct, kw_only=True):
+    status: Literal["ready"] = "ready"
+    model: str
+
+
+class Version(msgspec.Struct, kw_only=True):
+    version: str
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    error: ErrorDetail
+
+
 def json_response(
     content: Any, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:

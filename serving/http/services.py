@@ -25,6 +25,19 @@ class Tokenizer(Protocol):
         """Most characters that a token stands for; None: no bound is known."""
         ...
 
+    @property
+    def eos_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The named ones that it has: "bos_token", "eos_token" and so on."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...

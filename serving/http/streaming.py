@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -11,12 +11,16 @@ import msgspec
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from serving.core import Request
+from serving.engine_protocol import Engine
 from serving.errors import ServingError, UnavailableError, error_body
 from serving.http.errors import as_serving_error
 from serving.http.tasks import end
 
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": keepalive\n\n"
+KEEPALIVE_SECONDS = 15.0  # of silence, before a comment goes out
 
 T = TypeVar("T")
 
@@ -30,6 +34,29 @@ class ClientDisconnectedError(Exception):
 def event(content: Any) -> bytes:
     """One server-sent event with `content` as JSON."""
     return b"data: " + _encoder.encode(content) + b"\n\n"
+
+
+async def open_stream(
+    engine: Engine, requests: Sequence[Request], events: AsyncGenerator[bytes, None]
+) -> EventStream:
+    """The answer that sends `events`, once the engine has places for `requests`.
+
+    Raises QueueFullError where it has none: that can still be answered with a status.
+    """
+    placed = _placed(engine, requests, events)
+    await anext(placed)
+    return EventStream(placed)
+
+
+async def _placed(
+    engine: Engine, requests: Sequence[Request], events: AsyncGenerator[bytes, None]
+) -> AsyncGenerator[bytes, None]:
+    """`events`, behind an empty one that says that the requests have their places."""
+    with engine.places(requests):
+        async with aclosing(events):
+            yield b""
+            async for data in events:
+                yield data
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -60,13 +87,15 @@ class EventStream(StreamingResponse):
     """Sends `events`, and closes them in every case: at the end, an error, a dropped connection.
 
     An error after the start becomes one last event. (Starlette's own class leaves its iterator to
-    the garbage collector when a client goes, and an abort can't wait for that.)
+    the garbage collector when a client goes, and an abort can't wait for that.) While there is
+    nothing to send a comment goes out now and then, lest somebody on the way closes the connection.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._events = events
+        self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -78,14 +107,33 @@ class EventStream(StreamingResponse):
             await _send_error(send, error)
 
     async def _send_events(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        self._last_sent = clock()
+        keeper = asyncio.create_task(self._keep_alive(send))
+        failure: Exception | None = None
         try:
             async with aclosing(self._events) as events:
                 async for chunk in events:
+                    self._last_sent = clock()
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except Exception as error:
-            await _send_error(send, as_serving_error(error))
+            failure = error
+        finally:
+            await end(keeper)
+        if failure is not None:
+            await _send_error(send, as_serving_error(failure))
         else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            idle = clock() - self._last_sent
+            if idle >= KEEPALIVE_SECONDS:
+                self._last_sent = clock()
+                await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+            else:
+                await asyncio.sleep(KEEPALIVE_SECONDS - idle)
 
 
 async def _send_error(send: Send, error: ServingError) -> None:

@@ -37,7 +37,7 @@ def test_every_option_reaches_its_configuration():
         " --alias x --alias y --host 0.0.0.0 --port 0 --api-key k --tp 2 --max-num-seqs 3"
         " --max-model-len 4 --dtype bfloat16 --load-format dummy --kv-memory 512MiB"
         " --adapter-memory 2GB --adapter-slots 5 --max-adapter-rank 6 --prefill-chunk 7"
-        " --kernel-backend xla --seed 8"
+        " --kernel-backend xla --seed 8 --max-queue 9"
     )
     engine, server = parse_options(line.split())
     assert engine == EngineConfig(
@@ -56,7 +56,7 @@ def test_every_option_reaches_its_configuration():
         kernel_backend="xla",
         seed=8,
     )
-    assert server == ServerConfig("n", ("x", "y"), "0.0.0.0", 0, "k")
+    assert server == ServerConfig("n", ("x", "y"), "0.0.0.0", 0, "k", 9)
     defaults = EngineConfig(model=Path("m"))
     for field in dataclasses.fields(EngineConfig):  # so none can be forgotten here
         if field.name != "model":
@@ -69,6 +69,11 @@ def test_every_option_reaches_its_configuration():
 )
 def test_bytes(text, number):
     assert parse_bytes(text) == number
+
+
+def test_a_queue_of_none_is_not_a_queue_without_a_bound():
+    assert parse_options(["--model", "m", "--max-queue", "0"])[1].max_queue == 0
+    assert parse_options(["--model", "m"])[1].max_queue is None
 
 
 def test_memory_auto_is_left_to_the_engine():
@@ -88,6 +93,9 @@ MISTAKES = [
     ("--model m --host no.such.host.invalid --port 0", "no.such.host.invalid"),
     ("--model m --tp 0", "--tp"),
     ("--model m --tp two", "--tp"),
+    ("--model m --max-queue -1", "--max-queue"),
+    ("--model m --max-queue 00", "--max-queue"),
+    ("--model m --max-queue many", "--max-queue"),
     ("--model m --dtype float64", "float64"),
     ("--model m --load-format pickle", "pickle"),
     ("--model m --kv-memory 5XB", "5XB"),

@@ -23,7 +23,7 @@ from serving.core import (
     TokenLogprobs,
 )
 from serving.detokenizer import IncrementalDetokenizer
-from serving.engine_protocol import EngineDeadError
+from serving.engine_protocol import EngineDeadError, QueueFullError
 from serving.http.app import create_app
 from serving.metrics import Metrics
 
@@ -38,6 +38,8 @@ class ByteTokenizer:
     vocab_size = 257
     longest_token = 1
     eos_token_ids = (0,)
+    special_tokens: Mapping[str, str] = {"bos_token": "[BOS]"}
+    chat_template = "a template"
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
@@ -84,8 +86,8 @@ class ByteTokenizer:
 class EchoEngine:
     """Yields the prompt's bytes, one a step, then stops; counts what opened and how it closed.
 
-    `hold` keeps answers from going on; `fail_after` raises after that many tokens; `abort_after`
-    ends with the reason "abort".
+    `places_left` is what its queue has room for. `hold` keeps answers from going on; `fail_after`
+    raises after that many tokens; `abort_after` ends with the reason "abort".
     """
 
     def __init__(self) -> None:
@@ -96,11 +98,26 @@ class EchoEngine:
         self.hold = False
         self.fail_after: int | None = None
         self.abort_after: int | None = None
+        self.places_left: int | None = None
+        self.placed: set[str] = set()
         self.requests: list[Request] = []
         self.running = 0
         self.aborted = 0
 
+    @contextlib.contextmanager
+    def places(self, requests: Sequence[Request]) -> Iterator[None]:
+        left = self.places_left
+        if left is not None and left < len(requests):
+            raise QueueFullError("no room in the queue", ever=len(requests) < 10)
+        ids = {request.request_id for request in requests}
+        self.placed |= ids
+        try:
+            yield
+        finally:
+            self.placed -= ids
+
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        assert request.request_id in self.placed
         if not self.alive:
             raise EngineDeadError("gone")
         self.requests.append(request)

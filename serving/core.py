@@ -155,6 +155,16 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
+@dataclasses.dataclass(slots=True)
+class TokenStats:
+    """The tokens that came back from the device, and how long they took."""
+
+    prompt_tokens: int = 0  # of prompts that have been read to their end
+    generated_tokens: int = 0
+    first_token_seconds: list[float] = dataclasses.field(default_factory=list)  # since arrival
+    intervals: list[float] = dataclasses.field(default_factory=list)  # since the token before
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepStats:
     """What one engine step held, for metrics."""
@@ -168,16 +178,19 @@ class StepStats:
     kv_usage: float  # 0 to 1
     preemptions: int
     seconds: float
+    tokens: TokenStats  # since the step before
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestStats:
-    """One finished request's times in seconds, for metrics."""
+    """One ended request's times in seconds, for metrics; None for what it did not reach."""
 
     adapter: str | None
     prompt_tokens: int
     completion_tokens: int
     finish_reason: FinishReason
-    queue_seconds: float
-    first_token_seconds: float | None  # since arrival
+    max_tokens: int
+    queue_seconds: float  # arrival to first step
+    prefill_seconds: float | None  # first step to first token
+    decode_seconds: float | None  # first token to last
     total_seconds: float

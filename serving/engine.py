@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jaxlora.adapters.store import AdapterStore
-from serving.core import FinishReason, Request, RequestOutput, RequestStats, StepStats
+from serving.core import FinishReason, Request, RequestOutput, RequestStats, StepStats, TokenStats
 from serving.kv_cache import BlockTable
 from serving.output import OutputStream
 from serving.scheduler import Scheduler
@@ -76,6 +76,7 @@ class EngineCore:
         self._seeds = random.Random(seed)
         self._streams: dict[str, OutputStream] = {}  # request id -> live stream
         self._pending: Pending | None = None
+        self._tokens = TokenStats()  # not yet recorded
 
     @property
     def busy(self) -> bool:
@@ -178,7 +179,8 @@ class EngineCore:
             request_id = sequence.request.request_id
             output, reason = self._streams[request_id].add(token, logprobs)
             outputs.append(output)
-            sequence.first_token_at = sequence.first_token_at or self._clock()
+            if self._recorder:
+                self._count(sequence, len(output.token_ids))
             sequence.table.record_full(sequence.token_ids[:-1])
             if reason is not None:
                 del self._streams[request_id]
@@ -193,20 +195,37 @@ class EngineCore:
         if self._recorder:
             assert sequence.finish_reason is not None
             now = self._clock()
-            first = sequence.first_token_at
+            admitted, first = sequence.admitted_at, sequence.first_token_at
+            last = sequence.last_token_at
             self._recorder.record_request(
                 RequestStats(
                     adapter=request.adapter.name if request.adapter else None,
                     prompt_tokens=sequence.prompt_length,
                     completion_tokens=sequence.output_length,
                     finish_reason=sequence.finish_reason,
-                    queue_seconds=(sequence.admitted_at or now) - request.arrival,
-                    first_token_seconds=None if first is None else first - request.arrival,
+                    max_tokens=request.sampling.max_tokens,
+                    queue_seconds=(now if admitted is None else admitted) - request.arrival,
+                    prefill_seconds=None if admitted is None or first is None else first - admitted,
+                    decode_seconds=None if first is None or last is None else last - first,
                     total_seconds=now - request.arrival,
                 )
             )
 
+    def _count(self, sequence: Sequence, tokens: int) -> None:
+        """Note when a sequence's tokens came: one, or none where only its prompt was to be read."""
+        now, stats = self._clock(), self._tokens
+        stats.generated_tokens += tokens
+        if sequence.first_token_at is None:
+            sequence.first_token_at = now
+            stats.prompt_tokens += sequence.prompt_length
+            if tokens:
+                stats.first_token_seconds.append(now - sequence.request.arrival)
+        elif sequence.last_token_at is not None:
+            stats.intervals.append(now - sequence.last_token_at)
+        sequence.last_token_at = now
+
     def _step_stats(self, batch: Batch, preempted: int, seconds: float) -> StepStats:
+        tokens, self._tokens = self._tokens, TokenStats()
         slots = [sequence.slot for sequence in batch.decodes]
         return StepStats(
             decode_rows=len(slots),
@@ -218,4 +237,5 @@ class EngineCore:
             kv_usage=self.scheduler.pool.usage,
             preemptions=self.scheduler.preemptions - preempted,
             seconds=seconds,
+            tokens=tokens,
         )

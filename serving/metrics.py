@@ -1,137 +1,165 @@
-"""`Metrics`: Prometheus metrics of one server.
-
-Where a metric means what vLLM's means it carries vLLM's name, so that gateways and dashboards made
-for vLLM work unchanged; what is ours alone is called `jaxlora_`.
-"""
+"""`Metrics`: Prometheus metrics of one server. `metric_rows.py` names them all."""
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 import time
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from serving.core import FinishReason, RequestStats, StepStats
+from serving.metric_rows import LENGTHS, METRICS, NAMED, MetricRow
 
 
-_LABELS = ("model_name", "engine")
-_FIRST_TOKEN_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-_REQUEST_BUCKETS = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
-    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
-_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _MANY_ADAPTERS = 3  # steps with this many or more share a label
 
 
-class Metrics:
+class Metrics(Collector):
     """Counts steps and requests in a registry of its own. Methods may be called from any thread."""
 
-    def __init__(self, model_name: str, max_adapters: int = 0) -> None:
+    def __init__(self, model_name: str, max_adapters: int = 0, max_model_len: int = 32768) -> None:
+        """`max_adapters` fit on the device at once; `max_model_len` bounds buckets of lengths."""
+        self._rows = {row.name: _bounded(row, max_model_len) for row in METRICS}
+        self._named = (model_name, "0")
+        self._max_adapters = str(max_adapters)
+        self._lock = threading.Lock()
+        # name -> label values -> value
+        self._values: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in self._rows}
+        self._histograms = {
+            row.name: _Histogram(row.buckets) for row in self._rows.values() if row.buckets
+        }
+        for row in self._rows.values():  # so that rates start from 0
+            if row.labels == NAMED and not row.buckets:
+                self._values[row.name][self._named] = 0.0
+        for reason in FinishReason:
+            self._values["vllm:request_success"][(*self._named, reason.value)] = 0.0
+        self.record_adapters(())
         self.registry = CollectorRegistry()
-        self._names = {"model_name": model_name, "engine": "0"}
-        self._adapters = _AdapterInfo(max_adapters)
-        self.registry.register(self._adapters)
-        self._running = self._gauge("vllm:num_requests_running", "Requests in the batch")
-        self._waiting = self._gauge("vllm:num_requests_waiting", "Requests in the queue")
-        self._kv_usage = self._gauge("vllm:kv_cache_usage_perc", "KV pool in use, 0 to 1")
-        self._preemptions = self._counter("vllm:num_preemptions", "Sequences put back in the queue")
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of ended requests")
-        self._generated = self._counter("vllm:generation_tokens", "Answer tokens of ended requests")
-        self._ended = Counter(
-            "vllm:request_success",
-            "Ended requests by reason",
-            (*_LABELS, "finished_reason"),
-            registry=self.registry,
-        )
-        self._first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN_BUCKETS
-        )
-        self._total = self._histogram(
-            "vllm:e2e_request_latency_seconds", "Arrival to last token", _REQUEST_BUCKETS
-        )
-        self._queue = self._histogram(
-            "vllm:request_queue_time_seconds", "Arrival to first step", _REQUEST_BUCKETS
-        )
-        self._steps = Counter(
-            "jaxlora_decode_steps",
-            "Steps with decode rows, by distinct adapters among them and whether any was the base",
-            (*_LABELS, "adapters", "base"),
-            registry=self.registry,
-        )
-        self._step_time = self._histogram(
-            "jaxlora_step_seconds", "Wall time of one engine step", _STEP_BUCKETS
-        )
-        for reason in FinishReason:  # so that rates start from 0
-            self._ended.labels(**self._names, finished_reason=reason.value)
+        self.registry.register(self)
 
     def record_step(self, stats: StepStats) -> None:
-        """Count one engine step; `stats.preemptions` are those of this step."""
-        self._running.set(stats.running)
-        self._waiting.set(stats.waiting)
-        self._kv_usage.set(stats.kv_usage)
-        self._preemptions.inc(stats.preemptions)
-        self._step_time.observe(stats.seconds)
-        if stats.decode_rows:
-            many = stats.distinct_adapters >= _MANY_ADAPTERS
-            adapters = f"{_MANY_ADAPTERS}+" if many else str(stats.distinct_adapters)
-            base = "true" if stats.base_rows else "false"
-            self._steps.labels(**self._names, adapters=adapters, base=base).inc()
+        """Count one engine step; `stats.preemptions` and `stats.tokens` are those of this step."""
+        tokens = stats.tokens
+        with self._lock:
+            self._set("vllm:num_requests_running", stats.running)
+            self._set("vllm:num_requests_waiting", stats.waiting)
+            self._set("vllm:kv_cache_usage_perc", stats.kv_usage)
+            self._add("vllm:num_preemptions", stats.preemptions)
+            self._add("vllm:prompt_tokens", tokens.prompt_tokens)
+            self._add("vllm:generation_tokens", tokens.generated_tokens)
+            self._observe("vllm:time_to_first_token_seconds", *tokens.first_token_seconds)
+            self._observe("vllm:inter_token_latency_seconds", *tokens.intervals)
+            self._observe("jaxlora_step_seconds", stats.seconds)
+            if stats.decode_rows or stats.prefill_tokens:
+                computed = stats.decode_rows + stats.prefill_tokens
+                self._observe("vllm:iteration_tokens_total", computed)
+            if stats.decode_rows:
+                many = stats.distinct_adapters >= _MANY_ADAPTERS
+                adapters = f"{_MANY_ADAPTERS}+" if many else str(stats.distinct_adapters)
+                base = "true" if stats.base_rows else "false"
+                self._add("jaxlora_decode_steps", 1, adapters, base)
 
     def record_request(self, stats: RequestStats) -> None:
         """Count one ended request, aborted ones included."""
-        self._ended.labels(**self._names, finished_reason=stats.finish_reason.value).inc()
-        self._prompt_tokens.inc(stats.prompt_tokens)
-        self._generated.inc(stats.completion_tokens)
-        self._queue.observe(stats.queue_seconds)
-        self._total.observe(stats.total_seconds)
-        if stats.first_token_seconds is not None:
-            self._first_token.observe(stats.first_token_seconds)
+        prefill, decode = stats.prefill_seconds, stats.decode_seconds
+        with self._lock:
+            self._add("vllm:request_success", 1, stats.finish_reason.value)
+            self._observe("vllm:request_prompt_tokens", stats.prompt_tokens)
+            self._observe("vllm:request_generation_tokens", stats.completion_tokens)
+            self._observe("vllm:request_params_max_tokens", stats.max_tokens)
+            self._observe("vllm:request_queue_time_seconds", stats.queue_seconds)
+            self._observe("vllm:e2e_request_latency_seconds", stats.total_seconds)
+            if prefill is not None:
+                self._observe("vllm:request_prefill_time_seconds", prefill)
+            if decode is not None:
+                self._observe("vllm:request_decode_time_seconds", decode)
+            if prefill is not None and decode is not None:
+                self._observe("vllm:request_inference_time_seconds", prefill + decode)
+            if decode is not None and stats.completion_tokens > 1:
+                each = decode / (stats.completion_tokens - 1)
+                self._observe("vllm:request_time_per_output_token_seconds", each)
+
+    def record_choices(self, choices: int) -> None:
+        """Count one prompt that came over HTTP, for which so many answers are asked."""
+        with self._lock:
+            self._observe("vllm:request_params_n", choices)
 
     def record_adapters(self, running: Iterable[str], waiting: Iterable[str] = ()) -> None:
         """Say which adapters are on the device, and which are asked for but not there yet."""
-        self._adapters.update(running, waiting)
+        labels = (self._max_adapters, ",".join(sorted(running)), ",".join(sorted(waiting)))
+        with self._lock:  # only the present state may be seen
+            self._values["vllm:lora_requests_info"] = {labels: time.time()}
+
+    def record_kv_pool(self, block_size: int, blocks: int) -> None:
+        """Say what the KV pool holds: `blocks` blocks of `block_size` tokens."""
+        with self._lock:
+            labels = (self._named[1], str(block_size), str(blocks))
+            self._values["vllm:cache_config_info"] = {labels: 1.0}
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _gauge(self, name: str, what: str) -> Gauge:
-        return Gauge(name, what, _LABELS, registry=self.registry).labels(**self._names)
+    def collect(self) -> Iterator[Metric]:
+        """The registry asks for this."""
+        with self._lock:
+            return iter([self._family(row) for row in self._rows.values()])
 
-    def _counter(self, name: str, what: str) -> Counter:
-        return Counter(name, what, _LABELS, registry=self.registry).labels(**self._names)
+    def _family(self, row: MetricRow) -> Metric:
+        if row.buckets:
+            histogram = HistogramMetricFamily(row.name, row.what, labels=row.labels)
+            counts, total = self._histograms[row.name].cumulative()
+            histogram.add_metric(self._named, counts, total)
+            return histogram
+        family = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
+        result = family(row.name, row.what, labels=row.labels)
+        for labels, value in self._values[row.name].items():
+            result.add_metric(labels, value)
+        return result
 
-    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, what, _LABELS, registry=self.registry, buckets=buckets).labels(
-            **self._names
-        )
+    def _set(self, name: str, value: float) -> None:
+        self._values[name][self._named] = value
+
+    def _add(self, name: str, amount: float, *labels: str) -> None:
+        values, key = self._values[name], (*self._named, *labels)
+        values[key] = values.get(key, 0.0) + amount
+
+    def _observe(self, name: str, *values: float) -> None:
+        self._histograms[name].observe(values)
 
 
-class _AdapterInfo(Collector):
-    """The gauge that Kubernetes' inference gateway routes by: names in labels, time as the value.
+class _Histogram:
+    """Counts by bucket. A step observes a value for each of its rows, so this must cost little."""
 
-    A collector, as the label values change: only the present state may be seen.
-    """
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
 
-    def __init__(self, max_adapters: int) -> None:
-        self._max_adapters = str(max_adapters)
-        self._state = ("", "", time.time())
+    def observe(self, values: Iterable[float]) -> None:
+        for value in values:
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self._total += value
 
-    def update(self, running: Iterable[str], waiting: Iterable[str]) -> None:
-        self._state = (",".join(sorted(running)), ",".join(sorted(waiting)), time.time())
+    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
+        """((upper bound, count of all up to it), ...) and the sum of all values."""
+        counts, so_far = [], 0
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            so_far += count
+            counts.append((floatToGoString(bound), float(so_far)))
+        return counts, self._total
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        running, waiting, changed = self._state
-        family = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Adapters resident on the device and waited for; the value is the time of the change",
-            labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-        )
-        family.add_metric((self._max_adapters, running, waiting), changed)
-        yield family
+
+def _bounded(row: MetricRow, max_model_len: int) -> MetricRow:
+    """Lengths have vLLM's buckets: up to the longest context."""
+    if row.buckets is not LENGTHS:
+        return row
+    buckets = tuple(bound for bound in LENGTHS if bound <= max_model_len)
+    return dataclasses.replace(row, buckets=buckets)

@@ -42,6 +42,7 @@ class Sequence:
     stop_reason: int | str | None = None
     admitted_at: float | None = None
     first_token_at: float | None = None
+    last_token_at: float | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)

@@ -63,9 +63,11 @@ def build_backend(engine_config: EngineConfig, server: ServerConfig) -> Backend:
         adapters=served,
     )
     slots = engine_config.adapter_slots or len(served)
-    metrics = Metrics(server.name, max_adapters=slots)
-    engine = EngineThread(build_engine(plan, metrics), max_queue=server.max_queue)
+    metrics = Metrics(server.name, slots, plan.shapes.max_model_len)
+    core = build_engine(plan, metrics)
     metrics.record_adapters(served)
+    metrics.record_kv_pool(core.scheduler.pool.block_size, core.scheduler.pool.usable)
+    engine = EngineThread(core, max_queue=server.max_queue)
     return Backend(engine, catalog, plan.tokenizer, metrics, engine.close)
 
 

@@ -96,6 +96,7 @@ def plan(
         for choice in range(choices):
             child = f"{request_id}-{len(requests)}"
             requests.append(Request(child, prompt, choice_sampling(sampling, choice), adapter))
+        services.metrics.record_choices(choices)
     return Generation(
         id=request_id,
         model=adapter.name if adapter else fields.model or "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -39,8 +40,9 @@ def as_serving_error(error: Exception) -> ServingError:
     return InternalServerError("internal server error; the server's log says more")
 
 
-def error_response(error: ServingError) -> Response:
-    headers = {}
+def error_response(error: ServingError, headers: Mapping[str, str] | None = None) -> Response:
+    """OpenAI's error; `headers` beside those that belong to its kind."""
+    headers = dict(headers or {})
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
     if error.retry_after is not None:
@@ -53,7 +55,7 @@ def install(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):  # of the router
-            error = _of_router(request, error)
+            return error_response(_of_router(request, error), error.headers)
         return error_response(as_serving_error(error))
 
     for kind in (ServingError, EngineDeadError, QueueFullError, HTTPException):

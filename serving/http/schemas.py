@@ -40,7 +40,10 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
-Messages = list[Annotated[dict[str, Any], _described("Message")]]
+Messages = Annotated[
+    list[Annotated[dict[str, Any], _described("Message")]],
+    Meta(extra_json_schema={"minItems": 1}),
+]
 Metadata = Annotated[
     dict[
         Annotated[str, Meta(max_length=MAX_METADATA_KEY)],

@@ -48,7 +48,7 @@ def _info(tokenizer: Tokenizer, max_model_len: int) -> TokenizerInfo:
     named, ends = tokenizer.special_tokens, list(tokenizer.eos_token_ids)
     eos = named.get("eos_token")
     if eos is None and ends:  # whoever asks needs one
-        eos = tokenizer.token_bytes(ends[0]).decode(errors="replace")
+        eos = tokenizer.token_bytes(ends[0]).decode(errors="replace") or None
     return TokenizerInfo(
         bos_token=named.get("bos_token"),
         eos_token=eos,

@@ -34,6 +34,7 @@ def test_a_wrong_method_is_405(call, path, method):
     if method == ("POST" if path in POSTS else "GET"):
         return
     response = call(method, path)
+    assert response.headers["allow"] == ("POST" if path in POSTS else "GET")
     if method == "HEAD":
         assert response.status_code == 405
     else:

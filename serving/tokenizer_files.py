@@ -129,6 +129,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, {} where there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(value, ensure_ascii=False).encode()  # no lone surrogate, which is no text
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -240,19 +241,26 @@ def _listed_tokens(
     if "added_tokens_decoder" in config:
         path = folder / "tokenizer_config.json"
         listed = config["added_tokens_decoder"]
+        pairs = list(listed.items()) if isinstance(listed, dict) else [(None, None)]
     else:
         path = folder / "added_tokens.json"
         kept = {token.content for token in backend.get_added_tokens_decoder().values()}
-        listed = {
-            token_id: {"content": t, "special": t in special, "normalized": t not in special}
+        pairs = [
+            (token_id, {"content": t, "special": t in special, "normalized": t not in special})
             for t, token_id in _read_json(path).items()
             if t not in kept
-        }
+        ]
     try:
-        tokens = [(int(token_id), AddedToken(**token)) for token_id, token in listed.items()]
+        tokens = [(_token_id(token_id), AddedToken(**token)) for token_id, token in pairs]
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the list of added tokens is malformed") from error
     return path, sorted(tokens, key=lambda pair: pair[0])
+
+
+def _token_id(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TypeError(f"{value!r} is no token id")
+    return int(value)
 
 
 def _check_prefix_space(

@@ -5,6 +5,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
@@ -281,6 +283,8 @@ def test_a_prefix_space_that_tokenizer_json_contradicts_is_refused(
         ("tokenizer_config.json", "{", "not a JSON file"),
         ("tokenizer_config.json", "[]", "must hold a JSON object"),
         ("tokenizer_config.json", '{"eos_token": 3}', "eos_token must be a string"),
+        ("tokenizer_config.json", '{"eos_token": "\\ud800"}', "surrogates not allowed"),
+        ("added_tokens.json", '{"<x>": 1.5}', "is malformed"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"a": 1}}', "is malformed"),
         ("tokenizer_config.json", '{"extra_special_tokens": 3}', "extra_special_tokens must be"),
         ("tokenizer_config.json", '{"extra_special_tokens": [3]}', "extra_special_tokens must be"),
@@ -464,3 +468,50 @@ def test_an_unknown_word_of_any_length_is_one_token_so_there_is_no_longest(name)
     tokenizer = TOKENIZERS[name]
     assert len(tokenizer.encode("x" * 900, False)) == 1
     assert tokenizer.longest_token is None
+
+
+# Any value in any place
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2**70)
+    | st.floats()
+    | st.sampled_from(["<s>", "he", "", "<x>", "\ud800", "{{ messages }}", "{% if %}"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["content", "special", "a", "264", "name"]), inner)
+    ),
+    max_leaves=4,
+)
+KEYS = (
+    *("bos_token", "eos_token", "image_token", "additional_special_tokens", "chat_template"),
+    *("extra_special_tokens", "added_tokens_decoder", "split_special_tokens", "add_prefix_space"),
+    *("tokenizer_class", "eos_token_id", "text_config", "<x>"),
+)
+NAMES = (
+    *("tokenizer_config", "special_tokens_map", "added_tokens", "generation_config", "config"),
+)
+
+
+@settings(
+    derandomize=True,
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    files=st.dictionaries(
+        st.sampled_from(NAMES), st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3), max_size=3
+    )
+)
+def test_any_value_is_read_or_refused_in_one_line(tmp_path, files):
+    for name in NAMES:
+        put(tmp_path, f"{name}.json", files.get(name, {}))
+    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+    try:
+        tokenizer = Tokenizer.from_folder(tmp_path)
+    except CheckpointError as error:
+        assert "\n" not in str(error) and str(tmp_path) in str(error)
+    else:
+        tokenizer.decode(tokenizer.encode("he <x>"))

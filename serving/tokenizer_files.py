@@ -241,7 +241,7 @@ def _listed_tokens(
     if "added_tokens_decoder" in config:
         path = folder / "tokenizer_config.json"
         listed = config["added_tokens_decoder"]
-        pairs = list(listed.items()) if isinstance(listed, dict) else [(None, None)]
+        pairs: list[Any] = list(listed.items()) if isinstance(listed, dict) else [listed]
     else:
         path = folder / "added_tokens.json"
         kept = {token.content for token in backend.get_added_tokens_decoder().values()}

@@ -25,8 +25,9 @@ from jax import Array, lax
 
 from benchmarks.lora_kernels import SLOTS, W, hashed, read_bandwidth, routing_of
 from benchmarks.report import machine
-from jaxlora.layers.product import product
-from pallas_kernels.lora import FactorTables, Phase, add_delta
+from jaxlora.adapters.routing import AdapterStep
+from jaxlora.layers.linear import linear
+from pallas_kernels.lora import FactorTables, Phase
 
 
 HIDDEN, HEADS, KV, FFN = 4096, 4096, 1024, 12288
@@ -36,6 +37,7 @@ MODULES = (
 )  # fmt: skip
 # The modules that share an input, in a layer's order: qkv, o, gate and up, down.
 GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))
+GATE_UP = 2
 CASES = [("decode", t, a) for t in (1, 16, 64, 256) for a in (1, 8, 64) if a <= t]
 CASES += [("prefill", 8192, a) for a in (1, 32)]
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -69,24 +71,22 @@ def norm(x: Array) -> Array:
 
 
 def forward(x: Array, weights, tables, routing, *, phase: Phase, rank: int, adapted: bool) -> Array:
-    def linear(x: Array, layer: int, group: int) -> Array:
-        y = product(x, weights[layer][group], x.dtype)
-        if not adapted:
-            return y
-        kinds = GROUPS[group]
-        return lax.optimization_barrier(
-            add_delta(
-                y, x, tables, routing, layer=layer, kinds=kinds,
-                widths=tuple(MODULES[k][1] for k in kinds), max_rank=rank, phase=phase,
-                backend="triton",
-            )
-        )  # fmt: skip
+    kinds = {str(kind): kind for kind in range(len(MODULES))}
+    step = AdapterStep(tables, routing, kinds, rank, phase, "triton") if adapted else None
+
+    def product(x: Array, layer: int, group: int) -> Array:
+        modules = tuple(map(str, GROUPS[group]))
+        widths = tuple(MODULES[kind][1] for kind in GROUPS[group])
+        weight = weights[layer][group]
+        return linear(
+            x, weight, x.dtype, step, layer, modules, widths, elementwise_next=group == GATE_UP
+        )
 
     for layer in range(len(weights)):
-        heads = linear(norm(x), layer, 0)[:, :HEADS]
-        x = x + linear(heads, layer, 1)
-        both = linear(norm(x), layer, 2)
-        x = x + linear(jax.nn.silu(both[:, :FFN]) * both[:, FFN:], layer, 3)
+        heads = product(norm(x), layer, 0)[:, :HEADS]
+        x = x + product(heads, layer, 1)
+        both = product(norm(x), layer, GATE_UP)
+        x = x + product(jax.nn.silu(both[:, :FFN]) * both[:, FFN:], layer, 3)
     return norm(x)
 
 

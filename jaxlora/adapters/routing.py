@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import lora
@@ -64,18 +66,34 @@ class AdapterStep:
 
         `modules` share the input x; their outputs stand side by side in y, `widths` columns each.
         """
-        return lora.add_delta(
-            y,
-            x,
-            self.tables,
-            self.routing,
-            layer=self.first_layer + layer,
-            kinds=tuple(self.kinds[name] for name in modules),
-            widths=tuple(widths),
-            max_rank=self.max_rank,
-            phase=self.phase,
-            backend=self.backend,
-        )
+        how = self._how(layer, modules, widths)
+        return lora.add_delta(y, x, self.tables, self.routing, **how)
+
+    def add_delta_to_parts(
+        self,
+        parts: Float[Array, "splits tokens d_out"],
+        x: Float[Array, "tokens d_in"],
+        *,
+        dtype: DTypeLike,
+        layer: int,
+        modules: Sequence[str],
+        widths: Sequence[int],
+    ) -> Float[Array, "tokens d_out"]:
+        """The same for a product left in parts, whose sum is rounded to `dtype` once."""
+        how = self._how(layer, modules, widths)
+        return lora.add_delta_to_parts(
+            parts, x, self.tables, self.routing, dtype=dtype, **how
+        )  # fmt: skip
+
+    def _how(self, layer: int, modules: Sequence[str], widths: Sequence[int]) -> dict[str, Any]:
+        return {
+            "layer": self.first_layer + layer,
+            "kinds": tuple(self.kinds[name] for name in modules),
+            "widths": tuple(widths),
+            "max_rank": self.max_rank,
+            "phase": self.phase,
+            "backend": self.backend,
+        }
 
 
 def local_tables(tables: FactorTables) -> FactorTables:

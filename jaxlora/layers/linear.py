@@ -6,7 +6,7 @@ the bias, as peft does; in a row-parallel layer to the float32 partial sum, befo
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from flax import nnx
@@ -19,6 +19,7 @@ from jaxlora.adapters.modules import AdaptableModule
 from jaxlora.layers.parameter import parameter
 from jaxlora.layers.product import product
 from jaxlora.parallel.mesh import TP_AXIS
+from pallas_kernels.lora import product_cut, product_parts, sum_parts
 
 
 class AdapterStep(Protocol):
@@ -39,11 +40,25 @@ class AdapterStep(Protocol):
         """
         ...
 
+    def add_delta_to_parts(
+        self,
+        parts: Float[Array, "splits tokens d_out"],
+        x: Float[Array, "tokens d_in"],
+        *,
+        dtype: DTypeLike,
+        layer: int,
+        modules: tuple[str, ...],
+        widths: tuple[int, ...],
+    ) -> Float[Array, "tokens d_out"]:
+        """The same for a product in parts, to be added in order and rounded to `dtype`."""
+        ...
+
 
 class ColumnLinear(nnx.Module):
     """One or several modules of the same input, d_out cut over the ranks, in one product.
 
-    A rank's weight is [first module's rows | second's | ...] of its cut.
+    A rank's weight is [first module's rows | second's | ...] of its cut. `elementwise_next`:
+    nothing but elementwise operations makes use of the outputs.
     """
 
     def __init__(
@@ -54,7 +69,10 @@ class ColumnLinear(nnx.Module):
         bias: bool,
         tp: int,
         dtype: DTypeLike,
+        *,
+        elementwise_next: bool = False,
     ) -> None:
+        self.elementwise_next = elementwise_next
         paths = {f"{prefix}.{module.name}": module for module in modules}
         self.layer = layer
         self.names = tuple(module.name for module in modules)
@@ -77,9 +95,10 @@ class ColumnLinear(nnx.Module):
         self, x: Float[Array, "tokens d_in"], adapters: AdapterStep | None
     ) -> list[Float[Array, "tokens d_out_local"]]:
         """This rank's outputs, one per module, in x's dtype."""
-        y = product(x, self.weight[...], x.dtype)
-        if adapters is not None:
-            y = _add_delta(adapters, y, x, self.layer, self.names, self.widths)
+        y = linear(
+            x, self.weight[...], x.dtype, adapters, self.layer, self.names, self.widths,
+            self.elementwise_next,
+        )  # fmt: skip
         if self.bias is not None:
             y = y + self.bias[...][None]
         starts = [sum(self.widths[:i]) for i in range(1, len(self.widths))]
@@ -110,23 +129,39 @@ class RowLinear(nnx.Module):
         """The whole output on every rank, in x's dtype."""
         tp = compat.axis_size(TP_AXIS)
         weight = self.weight[...]
-        y = product(x, weight, x.dtype if tp == 1 else jnp.float32)
-        if adapters is not None:
-            y = _add_delta(adapters, y, x, self.layer, (self.name,), (weight.shape[0],))
+        dtype = x.dtype if tp == 1 else jnp.float32
+        y = linear(x, weight, dtype, adapters, self.layer, (self.name,), (weight.shape[0],))
         if tp > 1:
             y = lax.psum(y, TP_AXIS).astype(x.dtype)
         return y if self.bias is None else y + self.bias[...][None]
 
 
-def _add_delta(
-    adapters: AdapterStep,
-    y: Array,
-    x: Array,
+def linear(
+    x: Float[Array, "tokens d_in"],
+    weight: Float[Array, "d_out d_in"],
+    dtype: DTypeLike,
+    adapters: AdapterStep | None,
     layer: int,
     modules: tuple[str, ...],
     widths: tuple[int, ...],
-) -> Array:
-    # The barrier keeps what follows the same operations as in the program without adapters.
-    return lax.optimization_barrier(
-        adapters.add_delta(y, x, layer=layer, modules=modules, widths=widths)
-    )
+    elementwise_next: bool = False,
+) -> Float[Array, "tokens d_out"]:
+    """x @ weight^T in `dtype`, plus the deltas.
+
+    The barriers keep what follows the same operations with and without adapters, so that base rows
+    get the same bits. Where only elementwise operations follow they do so without one, which saves
+    a launch.
+    """
+    at: dict[str, Any] = {"layer": layer, "modules": modules, "widths": widths}
+    cut = product_cut(x.shape[0], weight.shape, x.dtype)
+    if cut is None:
+        y = product(x, weight, dtype)
+        return y if adapters is None else lax.optimization_barrier(adapters.add_delta(y, x, **at))
+    x = lax.optimization_barrier(x)
+    parts = lax.optimization_barrier(product_parts(x, weight, dtype=dtype, cut=cut))
+    if adapters is None:
+        y = sum_parts(parts, dtype)
+    else:
+        y = adapters.add_delta_to_parts(parts, x, dtype=dtype, **at)
+    fused = cut.splits == 1 and (adapters is None or elementwise_next)
+    return y if fused else lax.optimization_barrier(y)

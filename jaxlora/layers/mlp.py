@@ -29,7 +29,9 @@ class GatedMLP(nnx.Module):
         self, config: ModelConfig, layer: int, prefix: str, bias: bool, tp: int, dtype: DTypeLike
     ) -> None:
         gate, up, down = mlp_modules(config)
-        self.gate_up = ColumnLinear(layer, prefix, (gate, up), bias, tp, dtype)
+        self.gate_up = ColumnLinear(
+            layer, prefix, (gate, up), bias, tp, dtype, elementwise_next=True
+        )
         self.down = RowLinear(layer, prefix, down, bias, tp, dtype)
 
     def __call__(

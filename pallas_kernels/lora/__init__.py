@@ -4,11 +4,13 @@ from pallas_kernels.lora.api import (
     Backend,
     Phase,
     add_delta,
+    add_delta_to_parts,
     default_backend,
     expand_add,
     shrink,
     supported_backends,
 )
+from pallas_kernels.lora.product import product_cut, product_parts, sum_parts
 from pallas_kernels.lora.tables import SIDE_A, SIDE_B, TILE, FactorTables, Routing, decode_tiles
 
 
@@ -21,9 +23,13 @@ __all__ = [
     "Phase",
     "Routing",
     "add_delta",
+    "add_delta_to_parts",
     "decode_tiles",
     "default_backend",
     "expand_add",
+    "product_cut",
+    "product_parts",
     "shrink",
+    "sum_parts",
     "supported_backends",
 ]

@@ -105,9 +105,19 @@ def shrink_kernel(
     _each_tile(2, tiles.shape[0], programs, one)
 
 
-def expand_kernel(
+def expand_kernel(layer, tiles, pool, first_row, rank, scale, h_ref, y_ref, o_ref, **how):
+    """o, which is y, with the deltas added."""
+    _expand(layer, tiles, pool, first_row, rank, scale, h_ref, y_ref, o_ref, **how)
+
+
+def delta_kernel(layer, tiles, pool, first_row, rank, scale, h_ref, o_ref, **how):
+    """o = the deltas. Rows and kinds without one are not written."""
+    _expand(layer, tiles, pool, first_row, rank, scale, h_ref, None, o_ref, **how)
+
+
+def _expand(
     layer, tiles, pool, first_row, rank, scale, h_ref, y_ref, o_ref, *,
-    outputs: Outputs, ranks, programs, unroll,
+    outputs: Outputs, ranks, programs, unroll, terms_for=None,
 ):  # fmt: skip
     j = pl.program_id(0)
     tables = TableRefs(layer, pool, first_row, rank, scale)
@@ -128,13 +138,13 @@ def expand_kernel(
                 return tokens[:, None], (place + r)[None, :]
 
             h = sum_splits(h_ref, n, at, place, live, there, len(entry.rank))
-            return terms_of(h * entry.scale[p], pool.dtype, o_ref.dtype)
+            return terms_of(h * entry.scale[p], pool.dtype, terms_for or o_ref.dtype)
 
         def column_tile(ready, m, carry):
             at = (first + m) * columns + iota(columns)
             mask = live & (at < width)[None, :]
             where = (tokens[:, None], (offset + at)[None, :])
-            y = pltriton.load(y_ref.at[where], mask=mask, other=0.0)
+            y = None if y_ref is None else pltriton.load(y_ref.at[where], mask=mask, other=0.0)
 
             def rank_tile(p, i0, place, acc):
                 b = tables.tile(entry, p, i0, ranks, first + m, columns, width)
@@ -142,8 +152,8 @@ def expand_kernel(
 
             acc = jnp.zeros((TILE, columns), jnp.float32)
             acc = entry.each_tile(ranks, max_rank, rank_tile, acc)
-            y = (y.astype(jnp.float32) + acc).astype(o_ref.dtype)
-            pltriton.store(o_ref.at[where], y, mask=mask)
+            out = acc if y is None else y.astype(jnp.float32) + acc
+            pltriton.store(o_ref.at[where], out.astype(o_ref.dtype), mask=mask)
             return carry
 
         @pl.when(entry.total > 0)

@@ -25,9 +25,11 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.lora import pallas_triton, reference
+from pallas_kernels.lora.product import add_parts_and_delta, sum_parts
 from pallas_kernels.lora.tables import TILE, FactorTables, Routing
 
 
@@ -159,6 +161,53 @@ def add_delta(
         backend=backend,
         interpret=interpret,
     )
+
+
+def add_delta_to_parts(
+    parts: Float[Array, "splits tokens d_out"],
+    x: Float[Array, "tokens d_in"],
+    tables: FactorTables,
+    routing: Routing,
+    *,
+    dtype: DTypeLike,
+    layer: int | Int[Array, ""],
+    kinds: tuple[int, ...],
+    widths: tuple[int, ...],
+    max_rank: int,
+    phase: Phase,
+    backend: Backend | None = None,
+    interpret: bool = False,
+) -> Float[Array, "tokens d_out"]:
+    """`sum_parts(parts, dtype)` with the deltas added in float32 before it is rounded.
+
+    In decode on a GPU the deltas need only x and can be made beside the product; XLA adds them.
+    """
+    _check(tables, routing, x.shape[0], kinds, max_rank, phase)
+    _check_outputs(parts[0], kinds, widths)
+    how = {"kinds": kinds, "phase": phase, "interpret": interpret}
+    if phase != "decode" or _chosen(backend, tables, interpret) == "xla":
+        y = sum_parts(parts, dtype)
+        more = {"widths": widths, "max_rank": max_rank, "backend": backend}
+        return add_delta(y, x, tables, routing, layer=layer, **how, **more)
+    h = shrink(
+        x, tables, routing, layer=layer, max_rank=max_rank, backend=backend, **how
+    )  # fmt: skip
+    delta = pallas_triton.decode_delta(
+        h, tables, routing, _index(layer),
+        kinds=kinds, widths=widths, dtype=dtype, interpret=interpret,
+    )  # fmt: skip
+    live = _has_delta(tables, routing)[:, layer]
+    columns = [
+        jnp.broadcast_to(live[kind][:, None], (x.shape[0], width))
+        for kind, width in zip(kinds, widths, strict=True)
+    ]
+    return add_parts_and_delta(parts, delta, jnp.concatenate(columns, axis=1), dtype)
+
+
+@jax.jit
+def _has_delta(tables: FactorTables, routing: Routing) -> Bool[Array, "kinds layers tokens"]:
+    """Which tokens' slots have any rank. Of all layers: XLA makes it once a step."""
+    return (tables.rank.sum(-1) > 0)[:, :, routing.slots]
 
 
 def _index(layer: int | Array) -> Array:

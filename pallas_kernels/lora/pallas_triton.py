@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from pallas_kernels.lora import _triton_decode, _triton_prefill
@@ -67,6 +68,26 @@ def expand_add(
         y, h, *_routed(tables, routing, phase), layer,
         kinds=kinds, widths=widths, phase=phase, interpret=interpret,
         choice=cut_by or choice(f"{phase}_expand"),
+    )  # fmt: skip
+
+
+def decode_delta(
+    h: Array,
+    tables: FactorTables,
+    routing: Routing,
+    layer: Array,
+    *,
+    kinds: tuple[int, ...],
+    widths: tuple[int, ...],
+    dtype: DTypeLike,
+    interpret: bool,
+    cut_by: Choice | None = None,
+) -> Float[Array, "tokens d_out"]:
+    """float32 deltas for a y of `dtype`; what has none is not written."""
+    return _decode_delta(
+        h, *_routed(tables, routing, "decode"), layer,
+        kinds=kinds, widths=widths, dtype=jnp.dtype(dtype), interpret=interpret,
+        choice=cut_by or choice("decode_delta"),
     )  # fmt: skip
 
 
@@ -139,3 +160,23 @@ def _expand_add(
         compiler_params=_params(choice),
         name=f"lora_{phase}_expand_add",
     )(*operands, h, y)
+
+
+@functools.partial(jax.jit, static_argnames=("kinds", "widths", "dtype", "interpret", "choice"))
+def _decode_delta(
+    h, tables: FactorTables, route, layer, *, kinds, widths, dtype, interpret, choice: Choice
+):
+    outputs = Outputs.of(kinds, widths, tables.pool.shape[1], choice)
+    programs = min(route.shape[0], choice.programs)
+    return pl.pallas_call(
+        functools.partial(
+            _triton_decode.delta_kernel,
+            outputs=outputs, ranks=rank_tile(h.shape[3], choice), programs=programs,
+            unroll=choice.stages == 1, terms_for=dtype,
+        ),
+        out_shape=jax.ShapeDtypeStruct((h.shape[2], sum(widths)), jnp.float32),
+        grid=(outputs.programs, programs),
+        interpret=interpret,
+        compiler_params=_params(choice),
+        name="lora_decode_delta",
+    )(*_operands(tables, route, layer), h)  # fmt: skip

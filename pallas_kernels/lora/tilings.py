@@ -28,6 +28,16 @@ class Choice(NamedTuple):
     stages: int  # of the software pipeline over column tiles; 1: none, loads unrolled
 
 
+class ProductChoice(NamedTuple):
+    """The tiles and launch parameters of a product of few rows."""
+
+    columns: int  # of the output a program makes
+    depth: int  # of d_in a step
+    programs: int  # wanted at least: d_in is split until there are as many
+    warps: int
+    stages: int
+
+
 @functools.cache
 def choices(device_kind: str) -> dict[str, Choice]:
     """Every kernel's choice on a card; what is good anywhere where the card was never tuned."""
@@ -35,11 +45,25 @@ def choices(device_kind: str) -> dict[str, Choice]:
     return {
         kernel: Choice(**values)
         for kernel, values in {**cards["default"], **cards.get(device_kind, {})}.items()
+        if not kernel.startswith("product")
     }
 
 
 def choice(kernel: str) -> Choice:
     return choices(jax.devices()[0].device_kind)[kernel]
+
+
+@functools.cache
+def product_choice(rows: int, d_out: int, d_in: int) -> ProductChoice | None:
+    """This card's choice for a product with a tile of `rows` rows; None for a card never tuned.
+
+    A shape that was tuned has a choice of its own.
+    """
+    cards = json.loads(_FILE.read_text())
+    of_card = cards.get(jax.devices()[0].device_kind, {})
+    of_rows = of_card.get(f"product_{rows}")
+    found = of_card.get(f"product_{rows} {d_out}x{d_in}", of_rows)
+    return None if found is None else ProductChoice(**found)
 
 
 def keep(card: str, found: dict[str, dict[str, int]]) -> None:
@@ -54,3 +78,4 @@ def keep(card: str, found: dict[str, dict[str, int]]) -> None:
     )
     _FILE.write_text("{\n" + ",\n".join(kernels) + "\n}\n")
     choices.cache_clear()
+    product_choice.cache_clear()

@@ -19,8 +19,9 @@ ALL_DIFFERENT = wd.USED + tuple(reversed(wd.USED[:6]))  # as long as MIXED
 assert len(ALL_DIFFERENT) == len(MIXED)
 
 
-@pytest.fixture(params=["decode", "prefill"])
+@pytest.fixture(params=["decode", "prefill", "beside"])
 def phase(request):
+    """beside: decode's deltas, made apart from y."""
     return request.param
 
 
@@ -162,6 +163,7 @@ def test_the_layer_may_be_traced(run, phase, request):
     assert (at_0 != at_1).any()
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_add_delta_is_expand_add_of_shrink(phase):
     x, y = wd.inputs(len(MIXED))
     tables, routing = wd.world().tables, wd.routing(MIXED)
@@ -192,9 +194,9 @@ def test_a_pool_that_holds_one_factor_pair_and_no_spare_row(run, phase, request)
         jnp.asarray([0, 1], jnp.int32).reshape(1, 1, 2, 1),
         one,
     )
-    out = add_delta(
+    out = wd.add_delta_of(phase)(
         jnp.zeros((2, 128)), jnp.ones((2, 128)), tables, wd.routing((0, 1)), layer=0, kinds=(0,),
-        widths=(128,), max_rank=1, phase=phase, backend=backend, interpret=INTERPRET,
+        widths=(128,), max_rank=1, backend=backend, interpret=INTERPRET,
     )  # fmt: skip
     np.testing.assert_array_equal(out, np.stack([np.zeros(128), np.full(128, 128.0)]))
 
@@ -211,9 +213,9 @@ def test_pool_of_more_than_2_to_the_31_elements(phase):
         jnp.asarray([0, rank], jnp.int32).reshape(1, 1, 2, 1),
         jnp.ones((1, 1, 2, 1)),
     )
-    out = add_delta(
+    out = wd.add_delta_of(phase)(
         jnp.zeros((3, w)), jnp.ones((3, w)), tables, wd.routing((1, 0, 1)), layer=0, kinds=(0,),
-        widths=(w,), max_rank=16, phase=phase, backend="triton",
+        widths=(w,), max_rank=16, backend="triton",
     )  # fmt: skip
     want = rank * (w * 0.5) * 0.5
     np.testing.assert_array_equal(out, np.asarray([want, 0.0, want])[:, None] * np.ones(w))

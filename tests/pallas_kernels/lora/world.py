@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.lora import FactorTables, Routing, add_delta, decode_tiles
+from pallas_kernels.lora import FactorTables, Routing, add_delta, add_delta_to_parts, decode_tiles
 
 
 D_IN = 200
@@ -106,7 +106,7 @@ def poison(x, slots):
 
 @functools.partial(jax.jit, static_argnames=("phase", "backend", "interpret"))
 def run(y, x, tables, routing, layer, *, phase, backend, interpret):
-    return add_delta(
+    return add_delta_of(phase)(
         y,
         x,
         tables,
@@ -115,10 +115,20 @@ def run(y, x, tables, routing, layer, *, phase, backend, interpret):
         kinds=(0, 1, 2),
         widths=WIDTHS,
         max_rank=MAX_RANK,
-        phase=phase,
         backend=backend,
         interpret=interpret,
     )
+
+
+def add_delta_of(phase: str):
+    """`add_delta` of a phase; of "beside", the same by way of `add_delta_to_parts`."""
+    if phase != "beside":
+        return functools.partial(add_delta, phase=phase)
+
+    def add(y, *args, **how):
+        return add_delta_to_parts(y[None], *args, dtype=y.dtype, phase="decode", **how)
+
+    return add
 
 
 def expected(w: World, y, x, slots) -> tuple[np.ndarray, np.ndarray]:

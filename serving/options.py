@@ -96,7 +96,7 @@ def _add_server_options(group: argparse._ArgumentGroup) -> None:
         default=config.max_queue,
         type=_count_from_0,
         metavar="N",
-        help="requests that may wait, each choice of each prompt is one; more are answered 429",
+        help="requests that may wait, counted by choice, others get a 429; default: any number",
     )
 
 

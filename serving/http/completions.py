@@ -64,16 +64,21 @@ async def check_completion(services: Services, fields: CompletionRequest) -> Gen
         prompt_field="prompt",
         max_tokens=DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens,
         logprobs=fields.logprobs,
-        echoes=tuple(_text(services, prompt) for prompt in prompts) if fields.echo else None,
+        echoes=await _echoes(services, prompts) if fields.echo else None,
     )
     return plan(services, fields, adapter, [prompt.ids for prompt in prompts], asked)
 
 
-def _text(services: Services, prompt: Prompt) -> str:
-    """What an echo shows: the client's own text; of token ids all of them, special ones too."""
-    if prompt.text is not None:
-        return prompt.text
-    return services.tokenizer.decode(prompt.ids, skip_special_tokens=False)
+async def _echoes(services: Services, prompts: list[Prompt]) -> tuple[str, ...]:
+    """What echoes show: the client's own texts; of token ids all of them, special ones too."""
+
+    def text(prompt: Prompt) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        return services.tokenizer.decode(prompt.ids, skip_special_tokens=False)
+
+    tokens = sum(len(prompt.ids) for prompt in prompts)
+    return await run_long(tokens, lambda: tuple(map(text, prompts)))
 
 
 def completion(

@@ -15,7 +15,7 @@ from serving.http.completions import completions_router
 from serving.http.health import health_router
 from serving.http.models import models_router
 from serving.http.request_log import RequestLogMiddleware
-from serving.http.services import Services, Tokenizer
+from serving.http.services import Services, Tokenizer, TokenSpelling
 from serving.http.streaming import ClientDisconnectedError
 from serving.http.tokenize import tokenize_router
 from serving.metrics import Metrics
@@ -33,7 +33,7 @@ def create_app(
 
     With an `api_key`, everything but the probes (/health, /ready, /ping) needs it.
     """
-    services = Services(engine, catalog, tokenizer, metrics)
+    services = Services(engine, catalog, tokenizer, metrics, TokenSpelling(tokenizer))
     app = FastAPI(title="jaxlora", version=__version__, redirect_slashes=False)
     for router in (
         chat_router(services),

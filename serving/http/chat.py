@@ -75,7 +75,7 @@ def chat_completion(
     services: Services, generation: Generation, answers: list[RequestOutput]
 ) -> ChatCompletion:
     with_ids = generation.return_token_ids
-    names = TokenNames(services.tokenizer, as_ids=generation.tokens_as_ids)
+    names = TokenNames(services.spelling, as_ids=generation.tokens_as_ids)
     choices = [
         ChatChoice(
             index=index,
@@ -113,7 +113,7 @@ async def chat_events(services: Services, generation: Generation) -> AsyncGenera
         yield event(chunk)
         chunk.prompt_token_ids = UNSET
     completion_tokens = [0] * len(generation.requests)
-    names = TokenNames(services.tokenizer, as_ids=generation.tokens_as_ids)
+    names = TokenNames(services.spelling, as_ids=generation.tokens_as_ids)
     async with aclosing(run(services.engine, generation)) as outputs:
         async for index, output in outputs:
             completion_tokens[index] = output.completion_tokens

@@ -139,7 +139,7 @@ class ChoiceWriter:
         self._first = True
         self._logprobs = None
         if request.sampling.logprobs is not None:
-            names = TokenNames(services.tokenizer, as_ids=generation.tokens_as_ids)
+            names = TokenNames(services.spelling, as_ids=generation.tokens_as_ids)
             self._logprobs = CompletionLogprobsWriter(
                 services.tokenizer, names, self._prompt, generation.echo(index)
             )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from serving.core import TokenLogprobs
 from serving.detokenizer import IncrementalDetokenizer
 from serving.http.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
-from serving.http.services import Tokenizer
+from serving.http.services import Tokenizer, TokenSpelling
 
 
 # In place of minus infinity, which JSON can't hold: the number that OpenAI and vLLM use.
@@ -19,26 +19,17 @@ LEAST_LOGPROB = -9999.0
 
 
 class TokenNames:
-    """How an answer's logprobs spell tokens: as their text, or as "token_id:N".
+    """How one request's logprobs spell tokens: as their text, or as "token_id:N"."""
 
-    A token that stands for a part of a character is spelled "bytes:\\xe2\\x96", as OpenAI does.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, spelling: TokenSpelling, *, as_ids: bool) -> None:
+        self._spelling = spelling
         self._as_ids = as_ids
 
     def name(self, token_id: int) -> str:
-        if self._as_ids:
-            return f"token_id:{token_id}"
-        data = self._tokenizer.token_bytes(token_id)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return f"token_id:{token_id}" if self._as_ids else self._spelling(token_id)[0]
 
     def bytes(self, token_id: int) -> list[int]:
-        return list(self._tokenizer.token_bytes(token_id))
+        return self._spelling(token_id)[1]
 
 
 def chat_logprobs(names: TokenNames, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:

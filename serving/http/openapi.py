@@ -137,8 +137,11 @@ def _content(answer: type | str | None, events: type | None) -> dict[str, Any]:
         return {answer: {"schema": {"type": "string"}}}
     content = _json(answer)
     if events is not None:
-        what = f"events of {events.__name__}, then [DONE]; an error is the last event"
-        content["text/event-stream"] = {"schema": {"type": "string", "description": what}}
+        kinds = [{"$ref": _REF.format(name=k.__name__)} for k in (events, responses.ErrorAnswer)]
+        chunk = {"contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
+        data = {"type": "string", "anyOf": [{"const": "[DONE]"}, chunk]}
+        event = {"type": "object", "required": ["data"], "properties": {"data": data}}
+        content["text/event-stream"] = {"itemSchema": event}  # OpenAPI 3.2's word
     return content
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -10,6 +11,9 @@ from serving.catalog import ModelCatalog
 from serving.engine_protocol import Engine
 from serving.errors import UnavailableError
 from serving.metrics import Metrics
+
+
+_SPELLINGS_KEPT = 2**16
 
 
 class Tokenizer(Protocol):
@@ -65,12 +69,35 @@ class Tokenizer(Protocol):
         ...
 
 
+class TokenSpelling:
+    """A token's text, and the bytes it stands for, kept for the tokens that come again and again.
+
+    A token that stands for a part of a character is spelled "bytes:\\xe2\\x96", as OpenAI does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._kept = functools.lru_cache(maxsize=_SPELLINGS_KEPT)(self._spell)
+
+    def __call__(self, token_id: int) -> tuple[str, list[int]]:
+        return self._kept(token_id)
+
+    def _spell(self, token_id: int) -> tuple[str, list[int]]:
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            name = data.decode()
+        except UnicodeDecodeError:
+            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return name, list(data)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Services:
     engine: Engine
     catalog: ModelCatalog
     tokenizer: Tokenizer
     metrics: Metrics
+    spelling: TokenSpelling
 
     def check_alive(self) -> None:
         """Raise UnavailableError where the engine has ended."""

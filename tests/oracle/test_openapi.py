@@ -27,4 +27,8 @@ pytestmark = pytest.mark.oracle
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 def test_every_route_keeps_to_its_description(case):
+    if isinstance(case.body, dict):  # names that are served, lest all end at an unknown one
+        for field, name in (("model", "gpt"), ("adapter", "pirate"), ("lora_name", "pirate")):
+            if isinstance(case.body.get(field), str):
+                case.body[field] = name
     case.call_and_validate(excluded_checks=[positive_data_acceptance])

@@ -17,13 +17,14 @@ from serving.http.logprobs import (
     chat_logprobs,
     prompt_offsets,
 )
+from serving.http.services import TokenSpelling
 from tests.serving.http.fakes import BOS, ByteTokenizer
 from tests.serving.http.test_completions import body, events
 from tests.serving.tiny_tokenizers import TOKENIZERS
 
 
 PATH, CHAT = "/v1/completions", "/v1/chat/completions"
-NAMES = TokenNames(ByteTokenizer(), as_ids=False)
+NAMES = TokenNames(TokenSpelling(ByteTokenizer()), as_ids=False)
 
 
 def complete(call, **fields: Any) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def test_two_tokens_of_one_spelling_keep_the_likelier():
             return b"same"
 
     tokenizer = Same()
-    names = TokenNames(tokenizer, as_ids=False)
+    names = TokenNames(TokenSpelling(tokenizer), as_ids=False)
     entry = TokenLogprobs(99, -3.0, ((97, -0.5), (98, -1.0)))
     written = CompletionLogprobsWriter(tokenizer, names, [1], None).write(None, [entry])
     assert written.top_logprobs == [{"same": -0.5}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -9,21 +10,61 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 
+from jaxlora.config import ModelConfig
+from jaxlora.models import build
 from tests.serving.http.fakes import wait_until
+from tests.support.peft_folders import random_factors, write_adapter
+from tests.support.tiny_models import TINY_QWEN3, write_byte_tokenizer, write_checkpoint
 
 
 ROOT = Path(__file__).parents[2]
 IDS = {"return_token_ids": True, "ignore_eos": True}
 LONG = 1000  # tokens
+CONTEXT = LONG + 24
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+MODELS = ("tiny", "attention", "all")
 PATIENCE = 60.0
+
+
+def write_model(root: Path) -> list[str]:
+    """A model and two adapters; the command line that serves them."""
+    model = root / "tiny"
+    model.mkdir()
+    changes = {"max_position_embeddings": CONTEXT}
+    (model / "config.json").write_text(json.dumps(TINY_QWEN3 | changes))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    write_checkpoint(model)
+    write_byte_tokenizer(model)
+    modules = build(ModelConfig.from_folder(model), 1, np.float32).modules
+    names = [module.name for module in modules.modules]
+    attention = write_adapter(
+        root / "attention", random_factors(modules), base_model_name_or_path="org/another"
+    )
+    everything = write_adapter(
+        root / "all",
+        random_factors(modules, names, rank=5, seed=1),
+        r=5,
+        lora_alpha=2,
+        target_modules="all-linear",
+    )
+    line = f"-m serving.server --model {model} --alias default --port 0 --max-num-seqs 4"
+    line += f" --prefill-chunk 16 --adapter attention={attention} --adapter all={everything}"
+    return [sys.executable, *line.split()]
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
 class Server:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -18,33 +17,13 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.serving.http.fakes import wait_until
-from tests.serving.test_server_end_to_end import CONTEXT, at_once, write_model
-from tests.support.server_process import PATIENCE, Server
+from tests.support.server_process import CONTEXT, PATIENCE, at_once
 
 
 MAX_QUEUE = 2
+OPTIONS = ("--max-queue", str(MAX_QUEUE))  # of the server
 MESSAGES: list[Any] = [{"role": "user", "content": "hi é"}]
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    command = write_model(tmp_path_factory.mktemp("served"))
-    server = Server([*command, "--max-queue", str(MAX_QUEUE)])
-    yield server
-    assert server.stop() == 0
-    assert "Traceback" not in "".join(server.errors)
-
-
-@pytest.fixture
-def server(shared: Server) -> Iterator[Server]:
-    yield shared
-    wait_until(lambda: shared.idle, PATIENCE)
-
-
-@pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return server.client
 
 
 def checked(kind: type[pydantic.BaseModel], answer: pydantic.BaseModel) -> dict[str, Any]:

@@ -6,79 +6,21 @@ The module's tests share the process; each waits until it is idle again.
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import openai
 import pytest
 
-from jaxlora.config import ModelConfig
-from jaxlora.models import build
 from tests.serving.http.fakes import wait_until
-from tests.support.peft_folders import random_factors, write_adapter
-from tests.support.server_process import IDS, LONG, PATIENCE, Server
-from tests.support.tiny_models import TINY_QWEN3, write_byte_tokenizer, write_checkpoint
-
-
-CONTEXT = LONG + 24
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-MODELS = ("tiny", "attention", "all")
-
-
-def write_model(root: Path) -> list[str]:
-    """A model and two adapters; the command line that serves them."""
-    model = root / "tiny"
-    model.mkdir()
-    changes = {"max_position_embeddings": CONTEXT}
-    (model / "config.json").write_text(json.dumps(TINY_QWEN3 | changes))
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    write_checkpoint(model)
-    write_byte_tokenizer(model)
-    modules = build(ModelConfig.from_folder(model), 1, np.float32).modules
-    names = [module.name for module in modules.modules]
-    attention = write_adapter(
-        root / "attention", random_factors(modules), base_model_name_or_path="org/another"
-    )
-    everything = write_adapter(
-        root / "all",
-        random_factors(modules, names, rank=5, seed=1),
-        r=5,
-        lora_alpha=2,
-        target_modules="all-linear",
-    )
-    line = f"-m serving.server --model {model} --alias default --port 0 --max-num-seqs 4"
-    line += f" --prefill-chunk 16 --adapter attention={attention} --adapter all={everything}"
-    return [sys.executable, *line.split()]
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(write_model(tmp_path_factory.mktemp("served")))
-    yield server
-    assert server.stop() == 0
-    assert "Traceback" not in "".join(server.errors)
-
-
-@pytest.fixture
-def server(shared: Server) -> Iterator[Server]:
-    yield shared
-    wait_until(lambda: shared.idle, PATIENCE)
-
-
-@pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return server.client
-
-
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result() for future in [pool.submit(call) for call in calls]]
+from tests.support.server_process import (
+    CONTEXT,
+    IDS,
+    MODELS,
+    PATIENCE,
+    at_once,
+)
 
 
 def test_it_says_what_it_serves_and_warns_of_another_bases_name(server):

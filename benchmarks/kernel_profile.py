@@ -1,7 +1,13 @@
-"""Where a device's time goes, by kind of kernel, from JAX's own profiler."""
+"""Where a device's time goes, by kind of kernel, from JAX's own profiler.
+
+    python -m benchmarks.kernel_profile
+
+shows how a decode step's layers are launched: as CUDA graphs, the LoRA kernels inside.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections import defaultdict
@@ -39,6 +45,45 @@ def device_seconds(work: Callable[[], None]) -> dict[str, dict[str, float]]:
     return {kind: dict(kernels) for kind, kernels in kinds.items()}
 
 
+def launches(work: Callable[[], None]) -> dict[str, int]:
+    """Run `work` under the profiler; how often the host launched what, and LoRA kernels run."""
+    counts: dict[str, int] = defaultdict(int)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            work()
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            on_device = plane.name.startswith("/device:")
+            for line in plane.lines:
+                for event in line.events:
+                    if on_device and line.name.startswith("Stream") and "lora" in event.name:
+                        counts["LoRA kernels on the device"] += 1
+                    elif not on_device and re.match(r"cu(da)?(Graph)?Launch", event.name):
+                        counts[event.name] += 1
+    return dict(counts)
+
+
+def main() -> None:
+    # Else XLA launches kernel by kernel while it is profiled. Read when the device is first used.
+    flag = "--xla_enable_command_buffers_during_profiling=true"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    from benchmarks import lora_layers as layers
+
+    weights, tables = layers.make_weights(4), layers.make_tables(4, 16)
+
+    def of_a_step(tokens: int) -> dict[str, int]:
+        args = (weights, tables, layers.routing_of("decode", tokens, 1))
+        run = layers.program("decode", 16, True, layers.CONCURRENT)
+        x = layers.start_state(tokens)
+        for _ in range(3):
+            x = run(x, *args)
+        jax.block_until_ready(x)
+        return launches(lambda: jax.block_until_ready(run(x, *args)))
+
+    for tokens in (1, 64, 256):
+        print(f"{tokens} tokens, one step of 4 layers: {of_a_step(tokens)}")
+
+
 def kind_of(kernel: str) -> str:
     for kind, pattern in KINDS.items():
         if re.search(pattern, kernel, re.IGNORECASE):
@@ -54,3 +99,7 @@ def summary(kinds: dict[str, dict[str, float]], steps: int, top: int = 4) -> str
         names = ", ".join(f"{name[:40]} {seconds / steps * 1e3:.2f}" for name, seconds in largest)
         lines.append(f"    {kind:16} {sum(kernels.values()) / steps * 1e3:7.2f} ms  ({names})")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """LoRA kernels on one GPU: right, then how long, beside XLA's gather + einsum and the byte floor.
 
-    python -m benchmarks.lora_kernels --json lora_kernels.json
+    python -m benchmarks.lora_kernels --json lora_kernels.json --peer vllm/lora/ops/triton_ops
 
 First every shape and rank is checked against float64. Then each case is timed as a chain of LINKS
 calls on distinct factors inside one jit with donated state (XLA captures it in command buffers);
@@ -16,44 +16,34 @@ import argparse
 import functools
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.lora import TILE, FactorTables, Phase, Routing, add_delta, decode_tiles
-
-
-W, SLOTS, LAYERS, LINKS = 256, 64, 32, 32
-RANKS, TOKENS, ADAPTERS = (16, 64), (1, 16, 64, 256), (1, 8, 64)
-PREFILL_TOKENS, PREFILL_ADAPTERS, PREFILL_LINKS = 8192, (1, 32), 8
-
-
-class Shape(NamedTuple):
-    name: str
-    d_in: int
-    widths: tuple[int, ...]
-
-    @property
-    def kinds(self) -> tuple[int, ...]:
-        return tuple(range(len(self.widths)))
-
-    def blocks(self) -> list[int]:
-        """Column blocks of A and B of each kind, in the pool's order."""
-        return [d // W for width in self.widths for d in (self.d_in, width)]
-
-
-SHAPES = (
-    Shape("4096->4096", 4096, (4096,)),
-    Shape("4096->(4096,1024,1024)", 4096, (4096, 1024, 1024)),
-    Shape("4096->(12288,12288)", 4096, (12288, 12288)),
-    Shape("12288->4096", 12288, (4096,)),
+from benchmarks.lora_plot import plot
+from benchmarks.lora_table import (
+    LAYERS,
+    LINKS,
+    PREFILL_LINKS,
+    PREFILL_TOKENS,
+    RANKS,
+    SHAPES,
+    SLOTS,
+    TOKENS,
+    Shape,
+    W,
+    case_name,
+    cases,
 )
+from pallas_kernels.lora import TILE, FactorTables, Phase, Routing, add_delta, decode_tiles
 
 
 def hashed(shape: tuple[int, int], seed) -> jax.Array:
@@ -221,6 +211,18 @@ def check(shape: Shape, rank: int, tables: FactorTables, phase: Phase) -> float:
     return error
 
 
+def peer_figures(folder: Path) -> dict:
+    """What benchmarks.lora_peer finds: a process a shape to compile, then one to time."""
+    with tempfile.TemporaryDirectory() as place:
+        found = Path(place) / "peer.json"
+        run = [sys.executable, "-m", "benchmarks.lora_peer", str(folder), "--json", str(found)]
+        warming = [subprocess.Popen([*run, "--warm", str(i)]) for i in range(len(SHAPES))]
+        if sum(process.wait() for process in warming):
+            raise SystemExit("benchmarks.lora_peer failed")
+        subprocess.run(run, check=True)
+        return json.loads(found.read_text())
+
+
 def programs_of(shape: Shape) -> dict:
     """(what, phase, tokens, rank) -> chain; rank 0 where it does not matter."""
     out = {}
@@ -247,15 +249,15 @@ def compile_all(programs: dict, shape: Shape, tables: FactorTables) -> dict:
         y, x = jax.eval_shape(functools.partial(state, shape, tokens))
         return key, program.lower(y, x, tables, routing_of(phase, tokens, 1)).compile()
 
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(14) as pool:
         return dict(pool.map(one, programs.items()))
 
 
-def measure(shape: Shape, rank: int, tables: FactorTables, compiled: dict, bandwidth: float):
-    cases = [("decode", t, a) for t in TOKENS for a in ADAPTERS if a <= t]
-    cases += [("prefill", PREFILL_TOKENS, a) for a in PREFILL_ADAPTERS]
+def measure(
+    shape: Shape, rank: int, tables: FactorTables, compiled: dict, bandwidth: float, peer: dict
+):
     chains: dict[int, float] = {}  # the chain's own cost does not depend on the adapters
-    for phase, tokens, adapters in cases:
+    for phase, tokens, adapters in cases():
         decode = phase == "decode"
         routing = routing_of(phase, tokens, adapters)
         links, how = (LINKS, {}) if decode else (PREFILL_LINKS, {"repeats": 5})
@@ -272,29 +274,43 @@ def measure(shape: Shape, rank: int, tables: FactorTables, compiled: dict, bandw
             "adapters": adapters, "floor_us": floor, "chain_us": took["chain"],
             "triton_us": took["triton"] - took["chain"],
             "einsum_us": took["einsum"] - took["chain"] if "einsum" in took else None,
+            "peer_us": peer.get(case_name(shape, rank, (phase, tokens, adapters))),
         }  # fmt: skip
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| shape | rank | tokens | adapters | floor µs | triton µs | x floor | einsum µs |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines = [
+        "| shape | r | tokens | adapters | floor | pair | x floor | einsum | peer | its best |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
     for r in rows:
         einsum = "" if r["einsum_us"] is None else f"{r['einsum_us']:.1f}"
+        peer = r["peer_us"] or {}
+        grids = " | ".join(
+            f"{peer[g]:.1f}" if g in peer else "" for g in ("default", "specialised")
+        )
         lines.append(
             f"| {r['shape']} | {r['rank']} | {r['tokens']} | {r['adapters']} | {r['floor_us']:.2f}"
-            f" | {r['triton_us']:.1f} | {r['triton_us'] / r['floor_us']:.1f} | {einsum} |"
+            f" | {r['triton_us']:.1f} | {r['triton_us'] / r['floor_us']:.1f} | {einsum} | {grids} |"
         )
+    decode = [r for r in rows if r["phase"] == "decode" and r["peer_us"]]
+    for grid in ("default", "specialised") if decode else ():
+        ratios = [r["peer_us"][grid] / r["triton_us"] for r in decode]
+        lines.append(f"peer, {grid} grid: {np.exp(np.mean(np.log(ratios))):.2f} x ours")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times the LoRA kernels.")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    out = os.environ.get("OUT")
-    path = parser.parse_args().json or (Path(out) / "lora_kernels.json" if out else None)
+    parser.add_argument("--json", type=Path, help="write the figures here, and a plot beside them")
+    parser.add_argument("--peer", type=Path, help="vllm/lora/ops/triton_ops, to be timed as well")
+    options, out = parser.parse_args(), os.environ.get("OUT")
+    path = options.json or (Path(out) / "lora_kernels.json" if out else None)
     if jax.default_backend() != "gpu":
         raise SystemExit("benchmarks.lora_kernels: needs a GPU")
     begun = time.perf_counter()
+    peer = peer_figures(options.peer) if options.peer else {}
+    print(f"peer timed at {time.perf_counter() - begun:.0f} s", flush=True)
     bandwidth = read_bandwidth()
     result = {
         "device": jax.devices()[0].device_kind, "jax": jax.__version__,
@@ -312,10 +328,11 @@ def main() -> None:
         compiled = compile_all(programs_of(shape), shape, tables_of[RANKS[0]])
         print(f"{shape.name}: compiled at {time.perf_counter() - begun:.0f} s", flush=True)
         for rank in RANKS:
-            result["cases"] += measure(shape, rank, tables_of[rank], compiled, bandwidth)
+            result["cases"] += measure(shape, rank, tables_of[rank], compiled, bandwidth, peer)
         del pool, tables_of  # the next shape's pool needs the room
         if path:
             path.write_text(json.dumps(result, indent=1))
+            path.with_suffix(".svg").write_text(plot(result["cases"]))
     print(f"{result['device']}, jax {result['jax']}, read bandwidth {bandwidth / 1e12:.2f} TB/s")
     print(table(result["cases"]))
     print(f"{time.perf_counter() - begun:.0f} s")

@@ -188,8 +188,10 @@ def _check_options(config: EngineConfig, model: ModelConfig) -> None:
 def _check_platform(config: EngineConfig, platform: str) -> None:
     if platform not in PLATFORM_DEFAULTS:
         raise ConfigError(f"no step shapes are known for platform {platform!r}")
-    if config.kernel_backend == "triton" and platform != "gpu":
-        raise ConfigError(f"--kernel-backend triton needs a GPU, JAX runs on: {platform}")
+    if config.kernel_backend in ("triton", "mosaic") and platform != "gpu":
+        raise ConfigError(
+            f"--kernel-backend {config.kernel_backend} needs a GPU, JAX runs on: {platform}"
+        )
 
 
 def _flag(name: str) -> str:

@@ -28,13 +28,13 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels.lora import pallas_triton, reference
+from pallas_kernels.lora import mosaic_gpu, pallas_triton, reference
 from pallas_kernels.lora.product import add_parts_and_delta, sum_parts
 from pallas_kernels.lora.tables import TILE, FactorTables, Routing
 
 
 Phase = Literal["decode", "prefill"]
-Backend = Literal["xla", "triton"]
+Backend = Literal["xla", "triton", "mosaic"]
 
 
 def supported_backends() -> tuple[str, ...]:
@@ -67,10 +67,13 @@ def shrink(
     """
     _check(tables, routing, x.shape[0], kinds, max_rank, phase)
     args = (x, tables, routing, _index(layer))
-    if _chosen(backend, tables, interpret) == "triton":
+    chosen = _chosen(backend, tables, interpret)
+    if chosen == "triton":
         return pallas_triton.shrink(
             *args, kinds=kinds, max_rank=max_rank, phase=phase, interpret=interpret
         )
+    if chosen == "mosaic":
+        return mosaic_gpu.shrink(*args, kinds=kinds, max_rank=max_rank)
     return reference.shrink(*args, kinds=kinds, max_rank=max_rank, phase=phase)
 
 
@@ -99,10 +102,13 @@ def expand_add(
     if h.shape != wanted:
         raise ValueError(f"h: wanted shape {wanted}, got {h.shape}")
     args = (y, h, tables, routing, _index(layer))
-    if _chosen(backend, tables, interpret) == "triton":
+    chosen = _chosen(backend, tables, interpret)
+    if chosen == "triton":
         return pallas_triton.expand_add(
             *args, kinds=kinds, widths=widths, phase=phase, interpret=interpret
         )
+    if chosen == "mosaic":
+        return mosaic_gpu.expand_add(*args, kinds=kinds, widths=widths)
     return reference.expand_add(*args, kinds=kinds, widths=widths, max_rank=max_rank, phase=phase)
 
 
@@ -180,21 +186,21 @@ def add_delta_to_parts(
 ) -> Float[Array, "tokens d_out"]:
     """`sum_parts(parts, dtype)` with the deltas added in float32 before it is rounded.
 
-    In decode on a GPU the deltas need only x and can be made beside the product; XLA adds them.
+    On a GPU the deltas are made without y, so they can be made beside the product, and XLA adds
+    them in what comes next. In prefill they are rounded to `dtype` in between.
     """
     _check(tables, routing, x.shape[0], kinds, max_rank, phase)
     _check_outputs(parts[0], kinds, widths)
     how = {"kinds": kinds, "phase": phase, "interpret": interpret}
-    if phase != "decode" or _chosen(backend, tables, interpret) == "xla":
+    if _chosen(backend, tables, interpret) != "triton":
         y = sum_parts(parts, dtype)
         more = {"widths": widths, "max_rank": max_rank, "backend": backend}
         return add_delta(y, x, tables, routing, layer=layer, **how, **more)
     h = shrink(
         x, tables, routing, layer=layer, max_rank=max_rank, backend=backend, **how
     )  # fmt: skip
-    delta = pallas_triton.decode_delta(
-        h, tables, routing, _index(layer),
-        kinds=kinds, widths=widths, dtype=dtype, interpret=interpret,
+    delta = pallas_triton.delta(
+        h, tables, routing, _index(layer), widths=widths, dtype=dtype, **how
     )  # fmt: skip
     live = _has_delta(tables, routing)[:, layer]
     columns = [
@@ -218,13 +224,17 @@ def _chosen(backend: str | None, tables: FactorTables, interpret: bool) -> str:
     name = backend or default_backend()
     if name not in supported_backends():
         raise NotImplementedError(f"no LoRA backend {name!r}; there are {supported_backends()}")
+    where = jax.default_backend()
     if name == "triton":
-        if not interpret and jax.default_backend() != "gpu":
-            where = jax.default_backend()
+        if not interpret and where != "gpu":
             raise NotImplementedError(
                 f"triton: needs a GPU or interpret=True, the platform is {where}"
             )
         pallas_triton.check(tables)
+    if name == "mosaic":
+        if interpret or where != "gpu":
+            raise NotImplementedError(f"mosaic: needs a GPU, the platform is {where}")
+        mosaic_gpu.check(tables)
     return name
 
 

@@ -16,6 +16,7 @@ from pallas_kernels.lora import (
     decode_tiles,
     default_backend,
     expand_add,
+    mosaic_gpu,
     pallas_triton,
     product_parts,
     tilings,
@@ -95,9 +96,10 @@ def test_an_unknown_backend_is_refused():
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
-def test_a_named_backend_is_never_replaced():
-    with pytest.raises(NotImplementedError, match="triton: needs a GPU"):
-        call(backend="triton")
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+def test_a_named_backend_is_never_replaced(backend):
+    with pytest.raises(NotImplementedError, match=f"{backend}: needs a GPU"):
+        call(backend=backend)
 
 
 def test_triton_refuses_a_pool_it_cannot_read():
@@ -107,6 +109,24 @@ def test_triton_refuses_a_pool_it_cannot_read():
     with pytest.raises(NotImplementedError, match="float32 or bfloat16"):
         tables = tables._replace(pool=tables.pool.astype(jnp.float16))
         call(tables=tables, backend="triton", interpret=True)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="mosaic needs jax 0.11")
+def test_mosaic_refuses_a_pool_it_cannot_read():
+    with pytest.raises(NotImplementedError, match="multiple of 128"):
+        mosaic_gpu.check(wd.world(w=64).tables)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="mosaic needs jax 0.11")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_mosaic_lowers_for_a_gpu(dtype):
+    def program(y, x, tables, routing):
+        args = (tables, routing, jnp.int32(1))
+        h = mosaic_gpu.shrink(x, *args, kinds=(0, 1), max_rank=512)
+        return mosaic_gpu.expand_add(y, h, *args, kinds=(0, 1), widths=(4096, 1000))
+
+    text = lowered(program, *shapes(5, 4096, (4096, 1000), 256, dtype, dtype, parts=2))
+    assert text.count("mosaic_gpu_v2") >= 2
 
 
 def test_default_backends():

@@ -19,15 +19,17 @@ ALL_DIFFERENT = wd.USED + tuple(reversed(wd.USED[:6]))  # as long as MIXED
 assert len(ALL_DIFFERENT) == len(MIXED)
 
 
-@pytest.fixture(params=["decode", "prefill", "beside"])
+@pytest.fixture(params=["decode", "prefill", "decode apart", "prefill apart"])
 def phase(request):
-    """beside: decode's deltas, made apart from y."""
+    """apart: the deltas are made apart from y."""
     return request.param
 
 
 @pytest.fixture(params=supported_backends())
 def run(request, phase):
     """run(slots, x, y, pool dtype) of one backend and phase."""
+    if request.param == "mosaic" and INTERPRET:
+        pytest.skip("mosaic is not interpreted")
 
     def run(slots, x, y, pool="float32"):
         return wd.run(
@@ -202,7 +204,8 @@ def test_a_pool_that_holds_one_factor_pair_and_no_spare_row(run, phase, request)
 
 
 @pytest.mark.skipif(INTERPRET, reason="needs a GPU with 16 GB free")
-def test_pool_of_more_than_2_to_the_31_elements(phase):
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+def test_pool_of_more_than_2_to_the_31_elements(phase, backend):
     w, rank, rows = 256, 4, 2**31 // 256 + 64
     first = jnp.asarray([[0, 2**31 // w + 16], [0, 2**31 // w + 32]], jnp.int32)
     pool = jnp.zeros((rows, w), jnp.bfloat16)
@@ -215,7 +218,7 @@ def test_pool_of_more_than_2_to_the_31_elements(phase):
     )
     out = wd.add_delta_of(phase)(
         jnp.zeros((3, w)), jnp.ones((3, w)), tables, wd.routing((1, 0, 1)), layer=0, kinds=(0,),
-        widths=(w,), max_rank=16, backend="triton",
+        widths=(w,), max_rank=16, backend=backend,
     )  # fmt: skip
     want = rank * (w * 0.5) * 0.5
     np.testing.assert_array_equal(out, np.asarray([want, 0.0, want])[:, None] * np.ones(w))

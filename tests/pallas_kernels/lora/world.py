@@ -121,12 +121,13 @@ def run(y, x, tables, routing, layer, *, phase, backend, interpret):
 
 
 def add_delta_of(phase: str):
-    """`add_delta` of a phase; of "beside", the same by way of `add_delta_to_parts`."""
-    if phase != "beside":
+    """`add_delta` of a phase; of a phase "apart", the same by way of `add_delta_to_parts`."""
+    phase, _, apart = phase.partition(" ")
+    if not apart:
         return functools.partial(add_delta, phase=phase)
 
     def add(y, *args, **how):
-        return add_delta_to_parts(y[None], *args, dtype=y.dtype, phase="decode", **how)
+        return add_delta_to_parts(y[None], *args, dtype=y.dtype, phase=phase, **how)
 
     return add
 

@@ -29,7 +29,8 @@ from pallas_kernels.lora.tilings import Choice
 
 
 LAYERS, RANK = 24, 16
-TRIED = {"shrink": (GROUPS[0], GROUPS[3]), "expand": (GROUPS[0], GROUPS[2])}  # the others are alike
+EXPANDED = (GROUPS[0], GROUPS[2])  # the others are alike
+TRIED = {"shrink": (GROUPS[0], GROUPS[3]), "expand": EXPANDED, "delta": EXPANDED}
 CASES = {
     "decode": [(1, 1), (64, 1), (64, 64)],
     "prefill": [(8192, 1), (8192, 32)],
@@ -42,9 +43,10 @@ def candidates(kernel: str) -> list[Choice]:
         cuts = [(256, 512, 3), (256, 1024, 3), (128, 512, 5), (128, 1024, 4)]
         out = [Choice(16, 64, 64, c, span, w, s) for c, span, s in cuts for w in (1, 2)]
         return [*out, Choice(16, 64, 64, 256, 512, 4, 3)]
-    if kernel == "decode_expand":
+    if kernel in ("decode_expand", "decode_delta"):
         cuts = [(256, 1024, 4, 3), (256, 512, 4, 3), (256, 2048, 4, 4), (128, 1024, 4, 4)]
         cuts += [(128, 512, 2, 4), (256, 1024, 2, 3), (128, 256, 4, 1), (256, 512, 4, 1)]
+        cuts += [(128, 128, 2, 1)]
         out = [Choice(16, 64, 64, c, span, w, s) for c, span, w, s in cuts]
         return [*out, Choice(16, 32, 64, 256, 512, 4, 3), Choice(16, 32, 64, 128, 512, 4, 4)]
     if kernel == "prefill_shrink":
@@ -88,9 +90,14 @@ class Trial:
                 if self.kernel.endswith("shrink"):
                     x = state[i]
                     made.append(pallas_triton.shrink(x, *at, kinds=kinds, max_rank=RANK, **how))
+                    continue
+                y, h = state[i]
+                widths = tuple(MODULES[k][1] for k in kinds)
+                if self.kernel.endswith("delta"):
+                    delta = functools.partial(pallas_triton.decode_delta, dtype=y.dtype)
+                    of = {"interpret": False, "cut_by": self.choice}
+                    made.append(delta(h, *at, kinds=kinds, widths=widths, **of))
                 else:
-                    y, h = state[i]
-                    widths = tuple(MODULES[k][1] for k in kinds)
                     y = pallas_triton.expand_add(y, h, *at, kinds=kinds, widths=widths, **how)
                     state[i] = (y, h)
         return state, made

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
@@ -21,11 +20,6 @@ from jaxlora.layers.parameter import parameter
 from jaxlora.layers.product import product
 from jaxlora.parallel.mesh import TP_AXIS
 from pallas_kernels.lora import product_cut, product_parts, sum_parts
-
-
-# With so many rows, and y far larger than a cache, a delta of its own for the next operation to add
-# moves fewer bytes than adding it to y in place.
-MANY_ROWS = 1024
 
 
 class AdapterStep(Protocol):
@@ -162,11 +156,7 @@ def linear(
     cut = product_cut(x.shape[0], weight.shape, x.dtype)
     if cut is None:
         y = product(x, weight, dtype)
-        if adapters is None:
-            return y
-        if elementwise_next and x.shape[0] >= MANY_ROWS and jax.default_backend() == "gpu":
-            return adapters.add_delta_to_parts(y[None], x, dtype=dtype, **at)
-        return lax.optimization_barrier(adapters.add_delta(y, x, **at))
+        return y if adapters is None else lax.optimization_barrier(adapters.add_delta(y, x, **at))
     x = lax.optimization_barrier(x)
     parts = lax.optimization_barrier(product_parts(x, weight, dtype=dtype, cut=cut))
     if adapters is None:

@@ -96,20 +96,21 @@ def shrink_kernel(
     _each_segment(segments, first, rows, segment, jnp.int32(0))
 
 
-def expand_kernel(layer, segments, pool, first_row, rank, scale, h_ref, y_ref, o_ref, **how):
-    """o, which is y, with the deltas added."""
-    _expand(layer, segments, pool, first_row, rank, scale, h_ref, y_ref, o_ref, **how)
-
-
-def delta_kernel(layer, segments, pool, first_row, rank, scale, h_ref, o_ref, **how):
-    """o = the deltas. Rows and kinds without one are not written."""
-    _expand(layer, segments, pool, first_row, rank, scale, h_ref, None, o_ref, **how)
-
-
-def _expand(
-    layer, segments, pool, first_row, rank, scale, h_ref, y_ref, o_ref, *,
-    outputs: Outputs, ranks, rows,
-):  # fmt: skip
+def expand_kernel(
+    layer,
+    segments,
+    pool,
+    first_row,
+    rank,
+    scale,
+    h_ref,
+    y_ref,
+    o_ref,
+    *,
+    outputs: Outputs,
+    ranks,
+    rows,
+):
     j, tile = pl.program_id(0), pl.program_id(1)
     tables = TableRefs(layer, pool, first_row, rank, scale)
     n, kind, begin, width, offset = outputs.find(j)
@@ -141,14 +142,14 @@ def _expand(
         masks = [inside & (at + iota(columns) < width)[None, :] for at in starts]
         places = [(where, pl.ds(offset + at, columns)) for at in starts]
         old = [
-            y_ref if y_ref is None else pltriton.load(y_ref.at[place], mask=mask, other=0.0)
+            pltriton.load(y_ref.at[place], mask=mask, other=0.0)
             for place, mask in zip(places, masks, strict=True)
         ]
         zero = jnp.zeros((rows, columns), jnp.float32)
         accs = entry.each_tile(ranks, h_ref.shape[3], rank_tile, (zero,) * per_program)
         for place, mask, y, acc in zip(places, masks, old, accs, strict=True):
-            out = acc if y is None else y.astype(jnp.float32) + acc
-            pltriton.store(o_ref.at[place], out.astype(o_ref.dtype), mask=mask)
+            y = (y.astype(jnp.float32) + acc).astype(o_ref.dtype)
+            pltriton.store(o_ref.at[place], y, mask=mask)
         return carry
 
     _each_segment(segments, first, rows, segment, jnp.int32(0))

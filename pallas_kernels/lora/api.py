@@ -186,21 +186,21 @@ def add_delta_to_parts(
 ) -> Float[Array, "tokens d_out"]:
     """`sum_parts(parts, dtype)` with the deltas added in float32 before it is rounded.
 
-    On a GPU the deltas are made without y, so they can be made beside the product, and XLA adds
-    them in what comes next. In prefill they are rounded to `dtype` in between.
+    In decode with Triton the deltas are made without y, so beside the product, and XLA adds them.
     """
     _check(tables, routing, x.shape[0], kinds, max_rank, phase)
     _check_outputs(parts[0], kinds, widths)
     how = {"kinds": kinds, "phase": phase, "interpret": interpret}
-    if _chosen(backend, tables, interpret) != "triton":
+    if phase != "decode" or _chosen(backend, tables, interpret) != "triton":
         y = sum_parts(parts, dtype)
         more = {"widths": widths, "max_rank": max_rank, "backend": backend}
         return add_delta(y, x, tables, routing, layer=layer, **how, **more)
     h = shrink(
         x, tables, routing, layer=layer, max_rank=max_rank, backend=backend, **how
     )  # fmt: skip
-    delta = pallas_triton.delta(
-        h, tables, routing, _index(layer), widths=widths, dtype=dtype, **how
+    delta = pallas_triton.decode_delta(
+        h, tables, routing, _index(layer),
+        kinds=kinds, widths=widths, dtype=dtype, interpret=interpret,
     )  # fmt: skip
     live = _has_delta(tables, routing)[:, layer]
     columns = [

@@ -71,7 +71,7 @@ def expand_add(
     )  # fmt: skip
 
 
-def delta(
+def decode_delta(
     h: Array,
     tables: FactorTables,
     routing: Routing,
@@ -79,19 +79,15 @@ def delta(
     *,
     kinds: tuple[int, ...],
     widths: tuple[int, ...],
-    phase: str,
     dtype: DTypeLike,
     interpret: bool,
     cut_by: Choice | None = None,
 ) -> Float[Array, "tokens d_out"]:
-    """The deltas for a y of `dtype`; what has none is not written.
-
-    In float32; in prefill, where their bytes count, in y's dtype.
-    """
-    return _delta(
-        h, *_routed(tables, routing, phase), layer,
-        kinds=kinds, widths=widths, phase=phase, dtype=jnp.dtype(dtype), interpret=interpret,
-        choice=cut_by or choice(f"{phase}_delta"),
+    """float32 deltas for a y of `dtype`; what has none is not written."""
+    return _decode_delta(
+        h, *_routed(tables, routing, "decode"), layer,
+        kinds=kinds, widths=widths, dtype=jnp.dtype(dtype), interpret=interpret,
+        choice=cut_by or choice("decode_delta"),
     )  # fmt: skip
 
 
@@ -166,29 +162,21 @@ def _expand_add(
     )(*operands, h, y)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("kinds", "widths", "phase", "dtype", "interpret", "choice")
-)
-def _delta(
-    h, tables: FactorTables, route, layer, *,
-    kinds, widths, phase, dtype, interpret, choice: Choice,
-):  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("kinds", "widths", "dtype", "interpret", "choice"))
+def _decode_delta(
+    h, tables: FactorTables, route, layer, *, kinds, widths, dtype, interpret, choice: Choice
+):
     outputs = Outputs.of(kinds, widths, tables.pool.shape[1], choice)
-    tokens = h.shape[2]
-    if phase == "decode":
-        programs, out_dtype = min(route.shape[0], choice.programs), jnp.float32
-        body = functools.partial(
-            _triton_decode.delta_kernel,
-            programs=programs, unroll=choice.stages == 1, terms_for=dtype,
-        )  # fmt: skip
-    else:
-        programs, out_dtype = pl.cdiv(tokens, choice.tokens), dtype
-        body = functools.partial(_triton_prefill.delta_kernel, rows=choice.tokens)
+    programs = min(route.shape[0], choice.programs)
     return pl.pallas_call(
-        functools.partial(body, outputs=outputs, ranks=rank_tile(h.shape[3], choice)),
-        out_shape=jax.ShapeDtypeStruct((tokens, sum(widths)), out_dtype),
+        functools.partial(
+            _triton_decode.delta_kernel,
+            outputs=outputs, ranks=rank_tile(h.shape[3], choice), programs=programs,
+            unroll=choice.stages == 1, terms_for=dtype,
+        ),
+        out_shape=jax.ShapeDtypeStruct((h.shape[2], sum(widths)), jnp.float32),
         grid=(outputs.programs, programs),
         interpret=interpret,
         compiler_params=_params(choice),
-        name=f"lora_{phase}_delta",
-    )(*_operands(tables, route, layer), h)
+        name="lora_decode_delta",
+    )(*_operands(tables, route, layer), h)  # fmt: skip

@@ -77,9 +77,9 @@ def add_parts_and_delta(
     live: Array,
     dtype: DTypeLike,
 ) -> Float[Array, "rows d"]:
-    """The parts added in order, plus the delta in float32 where `live` [rows, d] says so."""
+    """The parts added in order, plus the float32 delta where `live` [rows, d] says so."""
     y = _in_order(parts)
-    return rounded(jnp.where(live, y + delta.astype(jnp.float32), y), dtype)
+    return rounded(jnp.where(live, y + delta, y), dtype)
 
 
 def rounded(y: Float[Array, "rows d"], dtype: DTypeLike) -> Float[Array, "rows d"]:

@@ -19,7 +19,7 @@ ALL_DIFFERENT = wd.USED + tuple(reversed(wd.USED[:6]))  # as long as MIXED
 assert len(ALL_DIFFERENT) == len(MIXED)
 
 
-@pytest.fixture(params=["decode", "prefill", "decode apart", "prefill apart"])
+@pytest.fixture(params=["decode", "prefill", "decode apart"])
 def phase(request):
     """apart: the deltas are made apart from y."""
     return request.param

@@ -18,7 +18,7 @@ from typing import Any
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.modules import ModuleTable
 from jaxlora.adapters.peft import read_adapter
-from jaxlora.adapters.placement import adapter_row_lengths, row_width
+from jaxlora.adapters.pool_shape import Rows
 from jaxlora.errors import AdapterError, JaxloraError
 
 
@@ -86,10 +86,9 @@ def check(folder: Path, base: Base, tp: int, max_rank: int | None = None) -> dic
 
 
 def bytes_per_rank(adapter: Adapter, modules: ModuleTable, tp: int) -> dict[str, int]:
-    """Served dtype -> bytes of the factor pool that each of `tp` ranks would give the adapter."""
-    w = row_width(modules, tp)
-    rows = sum(adapter_row_lengths(adapter, modules, tp, w))
-    return {dtype: rows * w * size for dtype, size in SERVED_ITEM_SIZES.items()}
+    """Served dtype -> bytes of its pools that each of `tp` ranks would give the adapter."""
+    rows = Rows.of(adapter, modules, tp)
+    return {dtype: rows.bytes(modules, tp, size) for dtype, size in SERVED_ITEM_SIZES.items()}
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

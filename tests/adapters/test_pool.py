@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxlora.adapters.placement import cut, to_rows
-from jaxlora.adapters.pool import FactorPool, PoolShape
+from jaxlora.adapters.pool import FactorPool
+from jaxlora.adapters.pool_shape import PoolShape
 from jaxlora.errors import CapacityError
 from jaxlora.parallel.mesh import make_mesh
 from pallas_kernels.lora.tables import SIDE_A, SIDE_B
@@ -28,7 +29,7 @@ def make_pool(*adapters, tp=1, slots=None, memory=None, dtype=jnp.float32):
 
 
 def assert_holds(pool, slot, adapter):
-    tables = [np.asarray(table) for table in pool.tables]
+    tables = [np.asarray(table) for table in pool.tables.factors]
     rows, first_row, rank, scale = tables
     for (layer, name), factors in adapter.factors.items():
         kind = TINY_MODULES.kinds[name]
@@ -50,7 +51,7 @@ def test_loaded_adapters_are_in_the_pool_and_slot_0_is_empty(tp, dtype):
     assert 0 not in slots and len(set(slots)) == 2
     assert_holds(pool, slots[0], first)
     assert_holds(pool, slots[1], second)
-    assert not np.asarray(pool.tables.rank)[:, :, 0].any()
+    assert not np.asarray(pool.tables.factors.rank)[:, :, 0].any()
     pool.check_integrity()
     assert pool.allocator.free_rows == 0, "auto memory is what the adapters need"
 

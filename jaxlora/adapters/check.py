@@ -1,7 +1,8 @@
 """`python -m jaxlora.adapters.check`: the server's checks of adapters, without a server.
 
-Needs the base model's config.json only, no weights and no accelerator. Exit status 0 where every
-adapter would be served, 1 where one is refused, 2 for wrong use.
+Needs the base model's config.json only, no weights and no accelerator: what must be compared with
+the weights is named, and left to the server. Exit status 0 where every adapter would be served, 1
+where one is refused, 2 for wrong use.
 """
 
 from __future__ import annotations
@@ -79,9 +80,14 @@ def check(folder: Path, base: Base, tp: int, max_rank: int | None = None) -> dic
                 "rank": factors.rank,
                 "scale": factors.scale,
                 "dtype": str(factors.a.dtype),
+                "lora_bias": factors.b_bias is not None,
+                "dora": factors.magnitude is not None,
             }
             for (layer, name), factors in adapter.factors.items()
         ],
+        "biases": [base.modules.path(*site) for site in adapter.biases],
+        "token_rows": {name: list(rows.ids) for name, rows in adapter.token_rows.items()},
+        "compared_at_load": list(adapter.base_copies),
     }
 
 
@@ -136,11 +142,18 @@ def _as_text(report: dict[str, Any]) -> str:
     ]
     if report["invocation_tokens"]:
         lines.append(f"  begins at     tokens {report['invocation_tokens']}")
-    lines += [
-        f"  {module['path']:<40} rank {module['rank']:<4} scale {module['scale']:<10.6g} "
-        f"{module['dtype']}"
-        for module in report["modules"]
-    ]
+    if report["biases"]:
+        lines.append(f"  biases        {len(report['biases'])} in place of the base's")
+    for name, ids in report["token_rows"].items():
+        lines.append(f"  token rows    {len(ids)} of {name}")
+    for name in report["compared_at_load"]:
+        lines.append(f"  to compare    {name}.base_layer.weight, with the base's when it is loaded")
+    for module in report["modules"]:
+        extras = [name for name in ("lora_bias", "dora") if module[name]]
+        lines.append(
+            f"  {module['path']:<40} rank {module['rank']:<4} scale {module['scale']:<10.6g} "
+            f"{' '.join([module['dtype'], *extras])}"
+        )
     return "\n".join(lines)
 
 

@@ -18,9 +18,11 @@ import jax.numpy as jnp
 from tqdm.auto import tqdm
 
 from jaxlora.adapters.adapter import Adapter
+from jaxlora.adapters.base_weights import BaseWeights
 from jaxlora.adapters.modules import ModuleTable
 from jaxlora.adapters.peft import read_adapter
-from jaxlora.adapters.pool import FactorPool, PoolShape
+from jaxlora.adapters.pool import FactorPool
+from jaxlora.adapters.pool_shape import PoolShape
 from jaxlora.adapters.store import AdapterStore
 from jaxlora.checkpoints import dummy_model, load_model
 from jaxlora.config import ModelConfig
@@ -103,7 +105,8 @@ def build_engine(plan: Plan, recorder: Recorder | None = None) -> EngineCore:
     pool = store = None
     if plan.pool is not None:
         with _memory_holds("the adapters: lower --adapter-memory or --adapter-slots"):
-            pool = FactorPool(plan.pool, plan.modules, mesh, plan.dtype)
+            base = BaseWeights(model, mesh)
+            pool = FactorPool(plan.pool, plan.modules, mesh, plan.dtype, base)
             store = AdapterStore(pool)
             for adapter in progress(plan.adapters, "adapters"):
                 store.add(adapter)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
+from collections.abc import Sequence
+
+from jaxlora.adapters.adapter import last_start
 
 
 class FinishReason(enum.StrEnum):
@@ -121,6 +124,11 @@ class AdapterReference:
 
     name: str
     key: str
+    invocation_tokens: tuple[int, ...] = ()  # a prompt must hold them: aLoRA; empty: any prompt
+
+    def acts_on(self, prompt: Sequence[int]) -> bool:
+        """Whether the adapter begins in this prompt, as any but an activated one does."""
+        return last_start(self.invocation_tokens, prompt) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

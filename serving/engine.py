@@ -7,7 +7,6 @@ only when no step in flight holds them. Every end, whatever its cause, passes `_
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections.abc import Callable
@@ -15,14 +14,12 @@ from typing import Protocol
 
 from jaxlora.adapters.store import AdapterStore
 from serving.core import FinishReason, Request, RequestOutput, RequestStats, StepStats, TokenStats
+from serving.errors import InvocationTokensError
 from serving.kv_cache import BlockTable
 from serving.output import OutputStream
 from serving.scheduler import Scheduler
 from serving.sequence import Batch, Sequence, StepResults
 from serving.tokenizer import Tokenizer
-
-
-logger = logging.getLogger(__name__)
 
 
 class Pending(Protocol):
@@ -87,7 +84,8 @@ class EngineCore:
         """Queue a request; its adapter is pinned from now on.
 
         Raises ValueError for a request that can never run (an empty prompt, one that leaves no room
-        for max_tokens, an id in use), KeyError for an adapter that is not resident.
+        for max_tokens, an id in use), KeyError for an adapter that is not resident,
+        InvocationTokensError where its invocation tokens are not in the prompt.
         """
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is in use")
@@ -139,24 +137,19 @@ class EngineCore:
     def _pin(self, request: Request) -> tuple[int, str | None, int]:
         """Hold the request's adapter; returns its slot, its key and the position it begins at.
 
-        (0, None, 0) where no token of the request runs with an adapter.
+        (0, None, 0) for the base model's.
         """
         if request.adapter is None:
             return 0, None, 0
         if self.store is None:
             raise KeyError(request.adapter.name)
         key = request.adapter.key
-        slot = self.store.pin(key)
-        start = self.store.adapter(key).first_position(request.prompt_token_ids)
+        adapter = self.store.adapter(key)
+        start = adapter.first_position(request.prompt_token_ids)
         if start is None:
-            logger.warning(
-                "request %r: its prompt does not hold the invocation tokens of adapter %s: as in"
-                " peft, the base model answers",
-                request.request_id,
-                request.adapter.name,
-            )
-            return 0, None, 0
-        return slot, key, start
+            # peft would answer with the base model: never in an adapter's place.
+            raise InvocationTokensError(request.adapter.name, adapter.invocation_tokens)
+        return self.store.pin(key), key, start
 
     def _dispatch(self, batch: Batch) -> Pending:
         for chunk in batch.prefills:

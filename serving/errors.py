@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 
@@ -33,6 +34,19 @@ class ContextLengthError(InvalidRequestError):
     """Prompt and answer together don't fit in the model's context."""
 
     code = "context_length_exceeded"
+
+
+class InvocationTokensError(InvalidRequestError):
+    """An activated adapter (aLoRA) is asked about a prompt in which it does not begin."""
+
+    code = "invocation_tokens_missing"
+
+    def __init__(self, adapter: str, tokens: Sequence[int], *, param: str | None = None) -> None:
+        super().__init__(
+            f"adapter {adapter!r} begins at its invocation tokens {list(tokens)}, which the prompt"
+            " does not hold",
+            param=param,
+        )
 
 
 class AuthenticationError(ServingError):

@@ -85,7 +85,8 @@ class LLM:
         """Continue each prompt (text or token ids), all in one batch.
 
         `adapter` is one name for all prompts, or one a prompt; None is the base model. Raises
-        ValueError for a prompt that doesn't fit, KeyError for an unknown adapter; then none runs.
+        ValueError for a prompt that doesn't fit, KeyError for an unknown adapter,
+        InvocationTokensError for a prompt without an activated adapter's tokens; then none runs.
         Ctrl-C ends all of them after the step in progress.
         """
         if isinstance(prompts, str):

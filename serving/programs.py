@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from jaxlora.adapters.pool import TABLE_SPECS, FactorPool
-from jaxlora.adapters.routing import AdapterStep, local_tables
+from jaxlora.adapters.pool import FactorPool
+from jaxlora.adapters.routing import AdapterStep, AdapterTables, local_tables
 from jaxlora.checkpoints import LoadedModel
 from jaxlora.compat import shard_map
 from jaxlora.config import ModelConfig
@@ -27,7 +27,7 @@ from jaxlora.layers.kv_cache import AttentionInputs, KVCache, kv_specs
 from jaxlora.layers.parameter import Params, bind
 from jaxlora.models.decoder import Decoder
 from pallas_kernels.lora import Backend, Phase
-from pallas_kernels.lora.tables import FactorTables, Routing
+from pallas_kernels.lora.tables import Routing
 
 
 Specs = dict[str, P]  # parameter path -> how it is cut
@@ -40,7 +40,7 @@ class LayerInputs(NamedTuple):
     """What the layers of one step are told beside their hidden states."""
 
     attention: AttentionInputs
-    tables: FactorTables | None  # None: no row has an adapter, nothing of them is in the program
+    tables: AdapterTables | None  # None: no row has an adapter, nothing of them is in the program
     routing: Routing | None
 
 
@@ -88,8 +88,12 @@ class StepPrograms:
         self._embed_params = _part(params, "embedding.")
         head = "embedding." if config.tie_word_embeddings else "head."
         self._head_params = _part(params, "norm.", head)
-        self._embed = _embed_program(loaded.model, _specs_of(self._embed_params, specs), mesh)
-        self._head = _head_program(loaded.model, _specs_of(self._head_params, specs), mesh)
+        make_step = _StepMaker(adapters, backend)
+        embed_specs = _specs_of(self._embed_params, specs)
+        self._embed = _embed_program(loaded.model, embed_specs, mesh, make_step)
+        head_specs = _specs_of(self._head_params, specs)
+        self._head = _head_program(loaded.model, head_specs, mesh, make_step)
+        self._adapts_embedding = adapters is not None and adapters.shape.embedding
         self._may_overlap = adapters is not None and mesh.devices.flat[0].platform == "gpu"
         self._spans = make_spans(config, layers_per_program, params)
         self._layers = {
@@ -98,8 +102,7 @@ class StepPrograms:
                 span,
                 _specs_of(span.params, specs),
                 mesh,
-                adapters,
-                backend,
+                make_step,
                 shared=len(self._spans) > 1,
                 overlap=overlap,
             )
@@ -121,7 +124,9 @@ class StepPrograms:
 
         With `last_token`, `tokens` are lanes whose last tokens are meant.
         """
-        x = self._embed(self._embed_params, tokens, last_token)
+        adapted = self._adapts_embedding and inputs.tables is not None
+        lora = (inputs.tables, inputs.routing) if adapted else (None, None)
+        x = self._embed(self._embed_params, tokens, last_token, *lora, phase=phase)
         written: KVCache = ()
         overlap = self._may_overlap and phase == "decode" and inputs.tables is not None
         for span in self._spans:
@@ -132,25 +137,86 @@ class StepPrograms:
         return written, x
 
     def logits(
-        self, hidden: Float[Array, "tokens hidden"], rows: Int[Array, "rows"]
+        self,
+        hidden: Float[Array, "tokens hidden"],
+        rows: Int[Array, "rows"],
+        tables: AdapterTables | None = None,
+        routing: Routing | None = None,
     ) -> Float[Array, "rows vocab"]:
-        """Dispatch the head over `rows` of `run`'s hidden states: float32, alike on every rank."""
-        return self._head(self._head_params, hidden, rows)
+        """Dispatch the head over `rows` of `run`'s hidden states: float32, alike on every rank.
+
+        `routing` is that of `rows`, for the decode kernels; None where no adapter's head is wanted.
+        """
+        return self._head(self._head_params, hidden, rows, tables, routing)
 
 
-def _embed_program(model: Decoder, specs: Specs, mesh: Mesh) -> Callable:
-    def embed(params, tokens, last_token):
-        tokens = tokens if last_token is None else last_token[tokens]
-        return bind(model, params).embed(tokens)
+class _StepMaker:
+    """Makes the `AdapterStep` of a program's trace, inside shard_map."""
 
-    return jax.jit(shard_map(embed, mesh, in_specs=(specs, P(), P()), out_specs=P()))
+    def __init__(self, adapters: FactorPool | None, backend: Backend | None) -> None:
+        self._pool, self._backend = adapters, backend
+
+    def __call__(
+        self,
+        tables: AdapterTables | None,
+        routing: Routing | None,
+        phase: Phase,
+        first_layer: int | Int[Array, ""] = 0,
+    ) -> AdapterStep | None:
+        if tables is None or routing is None:
+            return None
+        assert self._pool is not None
+        shape = self._pool.shape
+        return AdapterStep(
+            local_tables(tables),
+            routing,
+            self._pool.modules.kinds,
+            shape.max_rank,
+            phase,
+            self._backend,
+            first_layer,
+            shape.max_token_rows,
+            shape.vector_kinds,
+        )
+
+    def specs(self, tables: AdapterTables | None) -> AdapterTables | None:
+        """in_specs for a program's tables."""
+        return None if tables is None or self._pool is None else self._pool.table_specs
 
 
-def _head_program(model: Decoder, specs: Specs, mesh: Mesh) -> Callable:
-    def head(params, x, rows):
-        return bind(model, params).logits(x[rows])
+def _embed_program(model: Decoder, specs: Specs, mesh: Mesh, make_step: _StepMaker) -> Callable:
+    """(params, tokens, last_token, tables, routing, phase) -> x."""
 
-    return jax.jit(shard_map(head, mesh, in_specs=(specs, P(), P()), out_specs=P()))
+    @functools.partial(jax.jit, static_argnames="phase")
+    def program(params, tokens, last_token, tables, routing, *, phase: Phase):
+        def embed(params, tokens, last_token, tables, routing):
+            tokens = tokens if last_token is None else last_token[tokens]
+            return bind(model, params).embed(tokens, make_step(tables, routing, phase))
+
+        in_specs = (specs, P(), P(), make_step.specs(tables), P())
+        return shard_map(embed, mesh, in_specs=in_specs, out_specs=P())(
+            params, tokens, last_token, tables, routing
+        )
+
+    return program
+
+
+def _head_program(model: Decoder, specs: Specs, mesh: Mesh, make_step: _StepMaker) -> Callable:
+    """(params, x, rows, tables, routing of the rows) -> logits."""
+
+    @jax.jit
+    def program(params, x, rows, tables, routing):
+        def head(params, x, rows, tables, routing):
+            # One kind of kernel for all rows: a row's bits don't hang on how many there are.
+            step = make_step(tables, routing, "decode")
+            return bind(model, params).logits(x[rows], step)
+
+        in_specs = (specs, P(), P(), make_step.specs(tables), P())
+        return shard_map(head, mesh, in_specs=in_specs, out_specs=P())(
+            params, x, rows, tables, routing
+        )
+
+    return program
 
 
 def _layers_program(
@@ -158,8 +224,7 @@ def _layers_program(
     span: Span,
     specs: Specs,
     mesh: Mesh,
-    adapters: FactorPool | None,
-    backend: Backend | None,
+    make_step: _StepMaker,
     *,
     shared: bool,
     overlap: bool,
@@ -171,18 +236,8 @@ def _layers_program(
     kv_spec = kv_specs(model.config)[span.layers.start : span.layers.stop]
 
     def layers(params, x, kv, inputs: LayerInputs, offset, *, phase: Phase):
-        step = None
-        if inputs.tables is not None and inputs.routing is not None:
-            assert adapters is not None
-            step = AdapterStep(
-                local_tables(inputs.tables),
-                inputs.routing,
-                adapters.modules.kinds,
-                adapters.shape.max_rank,
-                phase,
-                backend,
-                offset if shared else 0,
-            )
+        first_layer = offset if shared else 0
+        step = make_step(inputs.tables, inputs.routing, phase, first_layer)
         return bind(model, params).run_layers(span.layers, x, kv, inputs.attention, step)
 
     @functools.partial(
@@ -192,9 +247,7 @@ def _layers_program(
         compiler_options=OVERLAP if overlap else None,
     )
     def program(params, x, kv, inputs: LayerInputs, offset, *, phase: Phase):
-        adapted = inputs.tables is not None
-        adapter_specs = (TABLE_SPECS, P()) if adapted else (None, None)
-        input_specs = LayerInputs._make((P(), *adapter_specs))
+        input_specs = LayerInputs(P(), make_step.specs(inputs.tables), P())
         return shard_map(
             functools.partial(layers, phase=phase),
             mesh,

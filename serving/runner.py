@@ -63,6 +63,13 @@ class StepInputs(NamedTuple):
     block_tables: Int[np.ndarray, "rows blocks"]
 
 
+class Hidden(NamedTuple):
+    """What a pass leaves for the head."""
+
+    states: Float[jax.Array, "tokens hidden"]
+    slots: Int[np.ndarray, "tokens"] | None  # None: the head runs without adapters
+
+
 class Runner:
     """Owns parameters, KV pools and lane state; turns batches into dispatched steps."""
 
@@ -182,7 +189,7 @@ class Runner:
         logits = self._logits(hidden, np.arange(rows))
         return self._sample(sequences, inputs.lanes, inputs.positions + 1, logits)
 
-    def _prefill(self, chunk: PrefillChunk) -> Float[jax.Array, "tokens hidden"]:
+    def _prefill(self, chunk: PrefillChunk) -> Hidden:
         """The hidden states of the chunk's tokens, padding behind them."""
         sequence, end = chunk.sequence, chunk.start + chunk.length
         tokens = smallest_holding(self.shapes.prefill_tokens, chunk.length)
@@ -200,14 +207,14 @@ class Runner:
         slots[max(sequence.adapter_start - chunk.start, 0) : chunk.length] = sequence.slot
         return self._run("prefill", inputs, slots, bool(slots.any()))
 
-    def _first_token(self, chunk: PrefillChunk, hidden: jax.Array) -> Sampled:
+    def _first_token(self, chunk: PrefillChunk, hidden: Hidden) -> Sampled:
         """The token behind a prompt's last chunk."""
         logits = self._logits(hidden, np.array([chunk.length - 1]))
         lanes = np.array([chunk.sequence.lane], np.int32)
         positions = np.array([chunk.start + chunk.length], np.int32)
         return self._sample((chunk.sequence,), lanes, positions, logits)
 
-    def _score_prompt(self, chunk: PrefillChunk, hidden: jax.Array) -> list[PromptScores]:
+    def _score_prompt(self, chunk: PrefillChunk, hidden: Hidden) -> list[PromptScores]:
         """Logprobs of the prompt tokens behind `chunk.scored`, so many rows at a time."""
         scored = []
         for first in chunk.scored[::SCORED_ROWS]:
@@ -231,8 +238,8 @@ class Runner:
 
     def _run(
         self, phase: Phase, inputs: StepInputs, slots: Int[np.ndarray, "tokens"], adapted: bool
-    ) -> Float[jax.Array, "tokens hidden"]:
-        """Dispatch the forward pass; returns the hidden states that the head takes."""
+    ) -> Hidden:
+        """Dispatch the forward pass; returns what the head takes."""
         tables = routing = None
         if adapted:
             assert self.adapters is not None, "a row has an adapter, the runner has no pool"
@@ -252,21 +259,25 @@ class Runner:
             queries=len(inputs.positions) // len(inputs.lanes),
             context_chunk=self.shapes.context_chunk or inputs.block_tables.shape[1] * BLOCK_SIZE,
         )
-        self._kv, hidden = self._programs.run(
+        self._kv, states = self._programs.run(
             tokens,
             self._lanes.last_token if phase == "decode" else None,
             self._kv,
             LayerInputs(step, tables, routing),
             phase=phase,
         )
-        return hidden
+        adapts_head = adapted and self.adapters is not None and self.adapters.shape.head
+        return Hidden(states, slots if adapts_head else None)
 
     def _logits(
-        self, hidden: Float[jax.Array, "tokens hidden"], rows: Int[np.ndarray, "rows"]
+        self, hidden: Hidden, rows: Int[np.ndarray, "rows"]
     ) -> Float[jax.Array, "rows vocab"]:
-        return self._programs.logits(
-            hidden, jax.device_put(rows.astype(np.int32), self._replicated)
-        )
+        tables = routing = None
+        if hidden.slots is not None and self.adapters is not None:
+            tables, routing = self.adapters.tables, decode_routing(hidden.slots[rows])
+        placed: Any = jax.device_put((rows.astype(np.int32), routing), self._replicated)
+        rows, routing = placed
+        return self._programs.logits(hidden.states, rows, tables, routing)
 
     def _sample(
         self,

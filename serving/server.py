@@ -52,7 +52,9 @@ def build_backend(engine_config: EngineConfig, server: ServerConfig) -> Backend:
 
     plan = make_plan(engine_config)
     served = {
-        adapter.name: ServedAdapter(AdapterReference(adapter.name, adapter.key), adapter.source)
+        adapter.name: ServedAdapter(
+            AdapterReference(adapter.name, adapter.key, adapter.invocation_tokens), adapter.source
+        )
         for adapter in plan.adapters
     }
     catalog = ModelCatalog(

@@ -1,7 +1,8 @@
 """`python -m jaxlora.adapters.check`: the server's checks of adapters, without a server.
 
-Needs the base model's config.json only, no weights and no accelerator. Exit status 0 where every
-adapter would be served, 1 where one is refused, 2 for wrong use.
+Needs the base model's config.json only, no weights and no accelerator: what must be compared with
+the weights is named, and left to the server. Exit status 0 where every adapter would be served, 1
+where one is refused, 2 for wrong use.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.modules import ModuleTable
 from jaxlora.adapters.peft import read_adapter
-from jaxlora.adapters.placement import adapter_row_lengths, row_width
+from jaxlora.adapters.pool_shape import Rows
 from jaxlora.errors import AdapterError, JaxloraError
 
 
@@ -79,17 +80,21 @@ def check(folder: Path, base: Base, tp: int, max_rank: int | None = None) -> dic
                 "rank": factors.rank,
                 "scale": factors.scale,
                 "dtype": str(factors.a.dtype),
+                "lora_bias": factors.b_bias is not None,
+                "dora": factors.magnitude is not None,
             }
             for (layer, name), factors in adapter.factors.items()
         ],
+        "biases": [base.modules.path(*site) for site in adapter.biases],
+        "token_rows": {name: list(rows.ids) for name, rows in adapter.token_rows.items()},
+        "compared_at_load": list(adapter.base_copies),
     }
 
 
 def bytes_per_rank(adapter: Adapter, modules: ModuleTable, tp: int) -> dict[str, int]:
-    """Served dtype -> bytes of the factor pool that each of `tp` ranks would give the adapter."""
-    w = row_width(modules, tp)
-    rows = sum(adapter_row_lengths(adapter, modules, tp, w))
-    return {dtype: rows * w * size for dtype, size in SERVED_ITEM_SIZES.items()}
+    """Served dtype -> bytes of its pools that each of `tp` ranks would give the adapter."""
+    rows = Rows.of(adapter, modules, tp)
+    return {dtype: rows.bytes(modules, tp, size) for dtype, size in SERVED_ITEM_SIZES.items()}
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -137,11 +142,18 @@ def _as_text(report: dict[str, Any]) -> str:
     ]
     if report["invocation_tokens"]:
         lines.append(f"  begins at     tokens {report['invocation_tokens']}")
-    lines += [
-        f"  {module['path']:<40} rank {module['rank']:<4} scale {module['scale']:<10.6g} "
-        f"{module['dtype']}"
-        for module in report["modules"]
-    ]
+    if report["biases"]:
+        lines.append(f"  biases        {len(report['biases'])} in place of the base's")
+    for name, ids in report["token_rows"].items():
+        lines.append(f"  token rows    {len(ids)} of {name}")
+    for name in report["compared_at_load"]:
+        lines.append(f"  to compare    {name}.base_layer.weight, with the base's when it is loaded")
+    for module in report["modules"]:
+        extras = [name for name in ("lora_bias", "dora") if module[name]]
+        lines.append(
+            f"  {module['path']:<40} rank {module['rank']:<4} scale {module['scale']:<10.6g} "
+            f"{' '.join([module['dtype'], *extras])}"
+        )
     return "\n".join(lines)
 
 

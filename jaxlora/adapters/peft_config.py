@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,11 @@ class PeftConfig:
     layers: tuple[int, ...]  # layers_to_transform
     base_name: str | None
     invocation_tokens: tuple[int, ...]  # aLoRA's; empty where it is plain LoRA
+    bias: str  # "none", "lora_only" or "all"
+    lora_bias: bool
+    use_dora: bool
+    token_ids: Mapping[str, tuple[int, ...]]  # trainable_token_indices: name, or its end -> ids
+    ensure_weight_tying: bool
 
     def rank_of(self, path: str) -> int:
         """The rank of the module at `path` (as trained, without "base_model.model.")."""
@@ -58,6 +64,7 @@ def parse_peft_config(data: bytes, where: str) -> PeftConfig:
         if key not in config:
             raise AdapterError(f"{where}: {key} is missing")
     _refuse_never_active(config, where)
+    _refuse_combinations(config, where)
     budget = Budget()
     layers = config.get("layers_to_transform")
     return PeftConfig(
@@ -71,6 +78,11 @@ def parse_peft_config(data: bytes, where: str) -> PeftConfig:
         layers=() if layers is None else (layers,) if isinstance(layers, int) else tuple(layers),
         base_name=config.get("base_model_name_or_path"),
         invocation_tokens=tuple(config.get("alora_invocation_tokens") or ()),
+        bias=config.get("bias", "none"),
+        lora_bias=bool(config.get("lora_bias")),
+        use_dora=bool(config.get("use_dora")),
+        token_ids=_token_ids(config, where),
+        ensure_weight_tying=bool(config.get("ensure_weight_tying")),
     )
 
 
@@ -108,6 +120,32 @@ def _refuse_never_active(config: dict[str, Any], where: str) -> None:
             f"{where}: alora_invocation_tokens with task_type {show(task)}: peft activates such an "
             "adapter for CAUSAL_LM only: if it was trained for that, write it there"
         )
+
+
+def _refuse_combinations(config: dict[str, Any], where: str) -> None:
+    """What peft refuses to load together, or what has no meaning for one request's tokens."""
+    used = {key for key in ("use_dora", "lora_bias", "trainable_token_indices") if config.get(key)}
+    if config.get("bias", "none") != "none":
+        used.add("bias")
+    if config.get("alora_invocation_tokens"):
+        # Biases and token rows would hold before the invocation too, where KV must be the base's.
+        for key in ("use_dora", "trainable_token_indices", "bias"):
+            if key in used:
+                raise AdapterError(
+                    f"{where}: alora_invocation_tokens with {key}: an activated adapter is the base"
+                    f" model until it begins: train without {key}"
+                )
+    if {"use_dora", "lora_bias"} <= used:
+        raise AdapterError(f"{where}: use_dora with lora_bias: peft has no such adapters")
+
+
+def _token_ids(config: dict[str, Any], where: str) -> dict[str, tuple[int, ...]]:
+    value = config.get("trainable_token_indices")
+    lists = value if isinstance(value, dict) else {"embed_tokens": value} if value else {}
+    for name, ids in lists.items():
+        if len(set(ids)) < len(ids):
+            raise AdapterError(f"{where}: trainable_token_indices names a token of {name} twice")
+    return {name: tuple(ids) for name, ids in lists.items()}
 
 
 def _checked_rank(value: Any, where: str, name: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from jaxtyping import Float
 
 from jaxlora.adapters.adapter import Adapter, Factors
 from jaxlora.adapters.modules import AdaptableModule, ModuleTable, ParallelKind
@@ -20,7 +21,10 @@ MAX_ROW_WIDTH, MIN_ROW_WIDTH = 256, 32
 
 
 def row_width(modules: ModuleTable, tp: int) -> int:
-    """w: the largest power of two, 32 to 256, that divides every cut width (32 may pad some)."""
+    """w: the largest power of two, 32 to 256, that divides every cut width (32 may pad some).
+
+    Of the layers' modules: a vocabulary, rarely adapted, is padded rather than narrow all rows.
+    """
     widths = [width for module in modules.modules for width in module.local_widths(tp)]
     divisor = math.gcd(*widths)
     power_of_two = divisor & -divisor
@@ -36,21 +40,47 @@ def adapter_row_lengths(adapter: Adapter, modules: ModuleTable, tp: int, w: int)
     """Rows of each factor, A then B, in the order of `adapter.factors`; the same on every rank."""
     lengths = []
     for (_, name), factors in adapter.factors.items():
-        for width in modules.modules[modules.kinds[name]].local_widths(tp):
+        for width in modules.module(name).local_widths(tp):
             lengths.append(factor_rows(factors.rank, width, w))
     return lengths
 
 
+def vector_row_lengths(adapter: Adapter, modules: ModuleTable, tp: int, w: int) -> list[int]:
+    """Rows of each of `adapter.vectors`, in their order; the same on every rank."""
+    return [-(-modules.module(name).local_widths(tp)[1] // w) for (_, name), _ in adapter.vectors]
+
+
 def cut(factors: Factors, module: AdaptableModule, tp: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(A, B transposed) of every rank: [rank, local d_in] and [rank, local d_out]. Views."""
+    """(A, B transposed) of every rank: [rank, local d_in] and [rank, local d_out].
+
+    Views, unless a vocabulary had to be padded.
+    """
     a, b = factors.a, factors.b.T
     match module.parallel:
         case ParallelKind.COLUMN:
-            return [(a, part) for part in np.split(b, tp, axis=1)]
+            return [(a, part) for part in split(b, tp)]
         case ParallelKind.ROW:
-            return [(part, b) for part in np.split(a, tp, axis=1)]
+            return [(part, b) for part in split(a, tp)]
         case ParallelKind.REPLICATED:
             return [(a, b)] * tp
+
+
+def cut_vector(
+    vector: Float[np.ndarray, "d_out"], module: AdaptableModule, tp: int
+) -> Float[np.ndarray, "tp d_local"]:
+    """Every rank's part of a vector over a module's outputs."""
+    if module.parallel is ParallelKind.COLUMN:
+        return np.stack(split(vector, tp))
+    return np.broadcast_to(vector, (tp, *vector.shape))
+
+
+def split(array: np.ndarray, tp: int) -> list[np.ndarray]:
+    """The last axis in `tp` equal parts, padded with zeros where it has to be."""
+    missing = -array.shape[-1] % tp
+    if missing:
+        edges = [(0, 0)] * (array.ndim - 1) + [(0, missing)]
+        array = np.pad(array, edges)
+    return np.split(array, tp, axis=-1)
 
 
 def to_rows(factor: np.ndarray, w: int) -> np.ndarray:

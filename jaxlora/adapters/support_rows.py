@@ -88,6 +88,12 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and value != [] and all(_is_int(t) and t >= 0 for t in value)
 
 
+def _is_token_lists(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return _is_tokens(value)
+    return value != {} and all(_is_tokens(tokens) for tokens in value.values())
+
+
 def _optional(matches: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or matches(value)
 
@@ -172,8 +178,9 @@ CONFIG_ROWS = (
             "layout of the base's weight; A and B are stored the same way"),
     _config("megatron_config", "object", _is_object, _IGNORED, _TRAINING),
     _config("megatron_core", "string", _is_text, _IGNORED, _TRAINING),
-    _config("ensure_weight_tying", "true, false", _is_flag, _IGNORED,
-            "concerns embeddings, which are refused by themselves"),
+    _config("ensure_weight_tying", "true, false", _is_flag, _CHECKED,
+            "true, and the base ties its weights: factors of the embedding must be those of lm_head"
+            " too, turned round"),
     _config("qalora_group_size", "integer", _optional(_is_int), _IGNORED, "of use_qalora"),
     _config("loftq_config", "object", _is_object, _IGNORED, "of init_lora_weights"),
     _config("eva_config", "object", _is_object, _IGNORED, "of init_lora_weights"),
@@ -192,18 +199,21 @@ CONFIG_ROWS = (
             "LoftQ replaces the base weights by quantized ones, so the factors are wrong on the "
             "plain base: train it again without"),
     _config("bias", '"none"', _one_of("none"), _IGNORED, "no biases were trained"),
-    _config("bias", '"all", "lora_only"', _one_of("all", "lora_only"), _REFUSED,
-            'trained biases replace the base\'s, which is not served: train with bias="none", or '
-            "merge"),
+    _config("bias", '"all", "lora_only"', _one_of("all", "lora_only"), _APPLIED,
+            "biases of all modules, or of those with factors, stand in place of the base's; must "
+            "be in the file"),
     *_unserved("modules_to_save", (None, []), "list",
-               "full weights that replace the base's are not served: train without, or merge"),
-    *_unserved("use_dora", (None, False), "true",
-               "DoRA rescales whole rows of the base's weight, which is not served: train without, "
-               "or merge"),
-    *_unserved("lora_bias", (None, False), "true",
-               "a bias of B is not served: train with lora_bias=False, or merge"),
-    *_unserved("trainable_token_indices", (None,), "list, object",
-               "replaced embedding rows are not served: train without, or merge"),
+               "full weights that replace the base's are not served: train without (factors or "
+               "trainable_token_indices of embed_tokens and lm_head are served), or merge"),
+    _config("use_dora", "true, false", _is_flag, _APPLIED,
+            "true: DoRA, each output is scaled to its magnitude; checked and computed when the "
+            "base's weights are loaded"),
+    _config("lora_bias", "true, false", _is_flag, _APPLIED,
+            "true: B has a bias, which is scaled as the delta is"),
+    _config("trainable_token_indices", "null", _one_of(None), _IGNORED, "not used"),
+    _config("trainable_token_indices", "list of token ids, object of such lists", _is_token_lists,
+            _APPLIED, "rows of the embedding, or of lm_head, that replace the base's; with tied "
+            "weights those of the embedding are the head's too"),
     *_unserved("target_parameters", (None, []), "list",
                "factors of expert parameters are not served: train with target_modules alone, "
                "or merge"),
@@ -224,19 +234,21 @@ CONFIG_ROWS = (
 
 # The first row whose pattern is found in the tensor's key is the one; none: refused as unknown.
 TENSOR_ROWS = (
-    _tensor("...lora_embedding_A, ...lora_embedding_B", r"\.lora_embedding_[AB]\b", _REFUSED,
-            "LoRA of embeddings is not served: train without embed_tokens in target_modules, or "
-            "merge"),
-    _tensor("...token_adapter...", r"\.token_adapter\.|trainable_tokens_", _REFUSED,
-            "replaced embedding rows are not served: train without trainable_token_indices, or "
-            "merge"),
-    _tensor("lm_head..., ...embed_tokens...", r"(^|\.)(lm_head|embed_tokens)\.", _REFUSED,
-            "lm_head and embeddings can't be adapted here: train without them in target_modules "
-            "and modules_to_save, or merge"),
-    _tensor("...lora_magnitude_vector", r"\.lora_magnitude_vector\b", _REFUSED,
-            "DoRA is not served: train without use_dora, or merge"),
-    _tensor("...lora_B.bias", r"\.lora_[AB]\.(\w+\.)?bias$", _REFUSED,
-            "a bias of B is not served: train with lora_bias=False, or merge"),
+    _tensor("MODULE.lora_embedding_A, MODULE.lora_embedding_B",
+            r"\.lora_embedding_[AB](\.default)?$", _APPLIED,
+            "of embed_tokens: [rank, vocabulary] and [hidden, rank]"),
+    _tensor("MODULE.token_adapter.trainable_tokens_delta",
+            r"\.token_adapter\.trainable_tokens_delta(\.default)?$", _APPLIED,
+            "[tokens, hidden]: rows in the order of trainable_token_indices"),
+    _tensor("...trainable_tokens_...", r"trainable_tokens_", _REFUSED,
+            "only LoRA's own trainable_token_indices are served: train with LoraConfig"),
+    _tensor("embed_tokens.base_layer.weight, lm_head.base_layer.weight",
+            r"(^|\.)(lm_head|embed_tokens)\.base_layer\.weight$", _CHECKED,
+            "peft's copy of the base's weight: must be the base's; compared when that is loaded"),
+    _tensor("MODULE.lora_magnitude_vector", r"\.lora_magnitude_vector(\.default)?(\.weight)?$",
+            _APPLIED, "[d_out], of DoRA"),
+    _tensor("MODULE.lora_B.bias", r"\.lora_B(\.default)?\.bias$", _APPLIED,
+            "[d_out], of lora_bias"),
     _tensor("...lora_diag", r"\.lora_diag\b", _REFUSED,
             "KaSA truncates the base weights, so the factors are wrong on the plain base: merge"),
     _tensor("...lora_velora_embed", r"\.lora_velora_embed(\.default)?$", _IGNORED,
@@ -251,12 +263,11 @@ TENSOR_ROWS = (
             "MLX factors: convert them to PEFT (transpose both, alpha = scale * rank)"),
     _tensor("...lora_down.weight, ...lora_up.weight", r"lora_(down|up)\b", _REFUSED,
             "factors in kohya's format: convert them to PEFT"),
-    _tensor("...bias", r"\.bias$", _REFUSED,
-            'trained biases replace the base\'s, which is not served: train with bias="none", or '
-            "merge"),
+    _tensor("MODULE.bias, MODULE.base_layer.bias", r"\.bias$", _APPLIED,
+            "[d_out], of bias: in place of the base's"),
     _tensor("...weight", r"\.weight$", _REFUSED,
             "a full weight that replaces the base's is not served: train without "
-            "modules_to_save, or merge"),
+            "modules_to_save and without resizing the embeddings, or merge"),
 )
 
 FILE_ROWS = (

@@ -9,9 +9,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jaxlora import compat
+from jaxlora.adapters.modules import EMBEDDING, HEAD, AdaptableModule, ParallelKind
+from jaxlora.config import ModelConfig
+from jaxlora.layers.linear import AdapterStep
 from jaxlora.layers.parameter import parameter
 from jaxlora.layers.product import product
 from jaxlora.parallel.mesh import TP_AXIS
+
+
+def vocab_modules(config: ModelConfig) -> tuple[AdaptableModule, ...]:
+    vocab, hidden = config.vocab_size, config.hidden_size
+    return (
+        AdaptableModule(EMBEDDING, vocab, hidden, ParallelKind.ROW),
+        AdaptableModule(HEAD, hidden, vocab, ParallelKind.COLUMN),
+    )
 
 
 class VocabTable(nnx.Module):
@@ -21,20 +32,46 @@ class VocabTable(nnx.Module):
         self.vocab = vocab
         self.weight = parameter({f"{path}.weight": (vocab, hidden)}, 0, tp, dtype)
 
-    def embed(self, tokens: Int[Array, "tokens"]) -> Float[Array, "tokens hidden"]:
+    def embed(
+        self, tokens: Int[Array, "tokens"], adapters: AdapterStep | None
+    ) -> Float[Array, "tokens hidden"]:
         """Each token's row. Ids must lie in the vocabulary."""
         table = self.weight[...]
         if compat.axis_size(TP_AXIS) == 1:
-            return table.at[tokens].get(mode="clip")
-        local = tokens - lax.axis_index(TP_AXIS).astype(tokens.dtype) * table.shape[0]
-        mine = (local >= 0) & (local < table.shape[0])
-        rows = table.at[jnp.where(mine, local, 0)].get(mode="promise_in_bounds")
-        # One rank has the row and the others add exact zeros, so any dtype will do.
-        return lax.psum(jnp.where(mine[:, None], rows, 0), TP_AXIS)
+            rows = table.at[tokens].get(mode="clip")
+            if adapters is not None:
+                rows = adapters.add_embedding_delta(rows, tokens)
+        else:
+            local = tokens - _first_id(table).astype(tokens.dtype)
+            mine = (local >= 0) & (local < table.shape[0])
+            local = jnp.where(mine, local, 0)
+            rows = table.at[local].get(mode="promise_in_bounds")
+            if adapters is not None:
+                rows = adapters.add_embedding_delta(rows, local)
+            # One rank has the row and the others add exact zeros, so any dtype will do.
+            rows = lax.psum(jnp.where(mine[:, None], rows, 0), TP_AXIS)
+        return rows if adapters is None else adapters.replace_rows(rows, tokens)
 
-    def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
+    def logits(
+        self, hidden: Float[Array, "rows hidden"], adapters: AdapterStep | None
+    ) -> Float[Array, "rows vocab"]:
         """Float32 scores of the whole vocabulary, on every rank."""
-        scores = product(hidden, self.weight[...], jnp.float32)
-        if compat.axis_size(TP_AXIS) > 1:
+        table = self.weight[...]
+        scores = product(hidden, table, jnp.float32)
+        tp = compat.axis_size(TP_AXIS)
+        if adapters is not None:
+            scores = adapters.replace_scores(scores, hidden, 0 if tp == 1 else _first_id(table))
+            scores = adapters.add_delta(
+                scores, hidden, layer=0, modules=(HEAD,), widths=(table.shape[0],)
+            )
+            scores = adapters.add_bias(
+                scores, None, layer=0, modules=(HEAD,), widths=(table.shape[0],)
+            )
+        if tp > 1:
             scores = lax.all_gather(scores, TP_AXIS, axis=1, tiled=True)
         return scores[:, : self.vocab]
+
+
+def _first_id(table: Array) -> Array:
+    """The token of this rank's first row."""
+    return lax.axis_index(TP_AXIS) * table.shape[0]

@@ -1,7 +1,8 @@
 """Linear layers cut over the tensor-parallel ranks. They run inside shard_map.
 
 Each is made of one or more adaptable modules. An adapter's delta is added to the product before
-the bias, as peft does; in a row-parallel layer to the float32 partial sum, before the psum.
+the bias, as peft does; in a row-parallel layer to the float32 partial sum, before the psum. DoRA's
+gain multiplies that sum, and is linear; a bias of an adapter's own is added where the base's is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jaxlora import compat
 from jaxlora.adapters.modules import AdaptableModule
@@ -23,7 +24,11 @@ from pallas_kernels.lora import product_cut, product_parts, sum_parts
 
 
 class AdapterStep(Protocol):
-    """What a layer knows of the adapters of a step (jaxlora.adapters.routing has the real one)."""
+    """What a layer knows of the adapters of a step (jaxlora.adapters.routing has the real one).
+
+    `modules` share the input x; their outputs stand side by side in y, `widths` columns each, which
+    are this rank's. Rows without an adapter come back with the same bits from every method.
+    """
 
     def add_delta(
         self,
@@ -34,10 +39,40 @@ class AdapterStep(Protocol):
         modules: tuple[str, ...],
         widths: tuple[int, ...],
     ) -> Float[Array, "tokens d_out"]:
-        """y plus each token's delta; y's slices of `widths` belong to `modules`, in order.
+        """y plus each token's delta, times DoRA's gain where its adapter has one."""
+        ...
 
-        `widths` are this rank's. Rows without an adapter come back with the same bits.
-        """
+    def add_bias(
+        self,
+        y: Float[Array, "tokens d_out"],
+        bias: Float[Array, "d_out"] | None,
+        *,
+        layer: int,
+        modules: tuple[str, ...],
+        widths: tuple[int, ...],
+    ) -> Float[Array, "tokens d_out"]:
+        """y plus each token's own bias: its adapter's where that has one, else the base's."""
+        ...
+
+    def add_embedding_delta(
+        self, rows: Float[Array, "tokens hidden"], ids: Int[Array, "tokens"]
+    ) -> Float[Array, "tokens hidden"]:
+        """Embedding rows with each token's delta and gain; `ids` count from this rank's first."""
+        ...
+
+    def replace_rows(
+        self, rows: Float[Array, "tokens hidden"], tokens: Int[Array, "tokens"]
+    ) -> Float[Array, "tokens hidden"]:
+        """Embedding rows, with an adapter's own where it has one for the token."""
+        ...
+
+    def replace_scores(
+        self,
+        scores: Float[Array, "rows vocab_local"],
+        hidden: Float[Array, "rows hidden"],
+        first_id: int | Int[Array, ""],
+    ) -> Float[Array, "rows vocab_local"]:
+        """Scores of this rank's tokens, with those of an adapter's own head rows in their place."""
         ...
 
     def add_delta_to_parts(
@@ -99,8 +134,7 @@ class ColumnLinear(nnx.Module):
             x, self.weight[...], x.dtype, adapters, self.layer, self.names, self.widths,
             self.elementwise_next,
         )  # fmt: skip
-        if self.bias is not None:
-            y = y + self.bias[...][None]
+        y = _add_bias(adapters, y, self.bias, self.layer, self.names, self.widths)
         starts = [sum(self.widths[:i]) for i in range(1, len(self.widths))]
         return jnp.split(y, starts, axis=1)
 
@@ -133,7 +167,7 @@ class RowLinear(nnx.Module):
         y = linear(x, weight, dtype, adapters, self.layer, (self.name,), (weight.shape[0],))
         if tp > 1:
             y = lax.psum(y, TP_AXIS).astype(x.dtype)
-        return y if self.bias is None else y + self.bias[...][None]
+        return _add_bias(adapters, y, self.bias, self.layer, (self.name,), (weight.shape[0],))
 
 
 def linear(
@@ -165,3 +199,17 @@ def linear(
         y = adapters.add_delta_to_parts(parts, x, dtype=dtype, **at)
     fused = cut.splits == 1 and (adapters is None or elementwise_next)
     return y if fused else lax.optimization_barrier(y)
+
+
+def _add_bias(
+    adapters: AdapterStep | None,
+    y: Array,
+    parameter: nnx.Param | None,
+    layer: int,
+    modules: tuple[str, ...],
+    widths: tuple[int, ...],
+) -> Array:
+    bias = None if parameter is None else parameter[...]
+    if adapters is not None:
+        return adapters.add_bias(y, bias, layer=layer, modules=modules, widths=widths)
+    return y if bias is None else y + bias[None]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jaxlora.adapters.modules import ModuleTable
+from jaxlora.adapters.modules import EMBEDDING, HEAD, ModuleTable
 from jaxlora.config import ModelConfig
 from jaxlora.layers.attention import Attention, attention_modules
-from jaxlora.layers.embedding import VocabTable
+from jaxlora.layers.embedding import VocabTable, vocab_modules
 from jaxlora.layers.kv_cache import AttentionInputs, KVCache, LayerKV
 from jaxlora.layers.linear import AdapterStep
 from jaxlora.layers.mlp import GatedMLP, mlp_modules
 from jaxlora.layers.norm import RMSNorm
+from jaxlora.layers.parameter import weight_specs
 from jaxlora.layers.rotary import Rotation, rotation
+
+
+LAYER_PREFIX = "model.layers"
 
 
 class DecoderLayer(nnx.Module):
@@ -58,22 +64,33 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, tp: int, dtype: DTypeLike) -> None:
         self.config = config
-        self.modules = ModuleTable(
-            config.num_layers,
-            attention_modules(config) + mlp_modules(config),
-            vocab_size=config.vocab_size,
-        )
         vocab, hidden = config.vocab_size, config.hidden_size
-        self.embedding = VocabTable("model.embed_tokens", vocab, hidden, tp, dtype)
+        self.embedding = VocabTable(EMBEDDING, vocab, hidden, tp, dtype)
         self.layers = nnx.List(
             [
-                self.make_layer(config, layer, f"{self.modules.layer_prefix}.{layer}", tp, dtype)
+                self.make_layer(config, layer, f"{LAYER_PREFIX}.{layer}", tp, dtype)
                 for layer in range(config.num_layers)
             ]
         )
         self.norm = RMSNorm("model.norm", hidden, config.rms_norm_eps, tp, dtype)
         self.head = (
-            None if config.tie_word_embeddings else VocabTable("lm_head", vocab, hidden, tp, dtype)
+            None if config.tie_word_embeddings else VocabTable(HEAD, vocab, hidden, tp, dtype)
+        )
+        self.modules = self._module_table()
+
+    def _module_table(self) -> ModuleTable:
+        config = self.config
+        names = {piece.name for spec in weight_specs(self).values() for piece in spec.pieces}
+        return ModuleTable(
+            config.num_layers,
+            tuple(
+                dataclasses.replace(module, bias=f"{LAYER_PREFIX}.0.{module.name}.bias" in names)
+                for module in attention_modules(config) + mlp_modules(config)
+            ),
+            LAYER_PREFIX,
+            outer=vocab_modules(config),
+            vocab_size=config.vocab_size,
+            tied=config.tie_word_embeddings,
         )
 
     def make_layer(
@@ -93,11 +110,13 @@ class Decoder(nnx.Module):
         With `adapters` None nothing of the adapter machinery is in the program.
         """
         layers = range(self.config.num_layers)
-        return self.run_layers(layers, self.embed(tokens), kv, attention, adapters)
+        return self.run_layers(layers, self.embed(tokens, adapters), kv, attention, adapters)
 
-    def embed(self, tokens: Int[Array, "tokens"]) -> Float[Array, "tokens hidden"]:
+    def embed(
+        self, tokens: Int[Array, "tokens"], adapters: AdapterStep | None
+    ) -> Float[Array, "tokens hidden"]:
         """What the first layer takes."""
-        return self.embedding.embed(tokens)
+        return self.embedding.embed(tokens, adapters)
 
     def run_layers(
         self,
@@ -115,6 +134,11 @@ class Decoder(nnx.Module):
             written.append(layer_kv)
         return x, tuple(written)
 
-    def logits(self, hidden: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
-        """Final norm and head: float32 logits over the true vocabulary, whole on every rank."""
-        return (self.head or self.embedding).logits(self.norm(hidden))
+    def logits(
+        self, hidden: Float[Array, "rows hidden"], adapters: AdapterStep | None
+    ) -> Float[Array, "rows vocab"]:
+        """Final norm and head: float32 logits over the true vocabulary, whole on every rank.
+
+        `adapters` routes the rows of `hidden`.
+        """
+        return (self.head or self.embedding).logits(self.norm(hidden), adapters)

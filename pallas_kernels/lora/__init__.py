@@ -10,6 +10,7 @@ from pallas_kernels.lora.api import (
     shrink,
     supported_backends,
 )
+from pallas_kernels.lora.lookup import look_up
 from pallas_kernels.lora.product import product_cut, product_parts, sum_parts
 from pallas_kernels.lora.tables import SIDE_A, SIDE_B, TILE, FactorTables, Routing, decode_tiles
 
@@ -27,6 +28,7 @@ __all__ = [
     "decode_tiles",
     "default_backend",
     "expand_add",
+    "look_up",
     "product_cut",
     "product_parts",
     "shrink",

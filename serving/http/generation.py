@@ -15,6 +15,7 @@ from serving.errors import (
     ContextLengthError,
     InternalServerError,
     InvalidRequestError,
+    InvocationTokensError,
     UnavailableError,
 )
 from serving.http.body import decode
@@ -78,7 +79,8 @@ def plan(
 ) -> Generation:
     """Check what a request asks for against its prompts and the model's limits.
 
-    Raises InvalidRequestError, or ContextLengthError with the numbers.
+    Raises InvalidRequestError; ContextLengthError with the numbers; InvocationTokensError for a
+    prompt in which the adapter would not begin.
     """
     _check_max_tokens(asked)
     options = decode(
@@ -90,6 +92,10 @@ def plan(
     request_id = f"{asked.id_prefix}-{uuid.uuid4().hex}"
     requests = []
     for prompt in prompts:
+        if adapter is not None and not adapter.acts_on(prompt):
+            raise InvocationTokensError(
+                adapter.name, adapter.invocation_tokens, param=asked.prompt_field
+            )
         field = asked.prompt_field if asked.max_tokens is None else asked.max_tokens_field
         limit = answer_limit(len(prompt), asked.max_tokens, services.catalog.max_model_len, field)
         sampling = sampling_params(fields, asked, limit, services.tokenizer.vocab_size)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxlora.adapters import check
-from jaxlora.adapters.modules import AdaptableModule, ModuleTable, ParallelKind
+from jaxlora.adapters.modules import EMBEDDING, HEAD, AdaptableModule, ModuleTable, ParallelKind
 from jaxlora.adapters.peft import read_adapter
 from jaxlora.config import ModelConfig
 from jaxlora.models import build
-from tests.support.peft_folders import random_factors, read, write_adapter
+from tests.support.peft_folders import random_factors, random_vectors, read, write_adapter
 
 
 BASE = {
@@ -72,16 +73,19 @@ def test_json_has_key_modules_ranks_scales_and_bytes(model, good, capsys):
         "rank": 3,
         "scale": 2.0,
         "dtype": "float32",
+        "lora_bias": False,
+        "dora": False,
     }
     # tp 2 cuts q's B and o's A in half; rows are 32 wide: 2 layers x 2 modules x rank 3 x (1 + 1).
     assert report["bytes_per_rank"] == {"bfloat16": 2 * 2 * 3 * 2 * 32 * 2, "float32": 3072}
 
 
 def test_a_refused_adapter_gives_its_reason_and_status_1(tmp_path, model, good, capsys):
-    bad = write_adapter(tmp_path / "bad", random_factors(modules_of(model)), use_dora=True)
+    tensors = random_factors(modules_of(model))
+    bad = write_adapter(tmp_path / "bad", tensors, modules_to_save=["lm_head"])
     assert run("--model", model, good, bad) == 1
     text = capsys.readouterr().out
-    assert f"{good}: ok" in text and f"{bad}: REFUSED" in text and "use_dora is True" in text
+    assert f"{good}: ok" in text and f"{bad}: REFUSED" in text and "modules_to_save is" in text
     assert run("--model", model, "--json", good, bad) == 1
     reports = json.loads(capsys.readouterr().out)
     assert [report["refused"] is None for report in reports] == [True, False]
@@ -97,6 +101,33 @@ def test_the_tokens_that_activate_an_adapter_are_reported(tmp_path, model, capsy
     write_adapter(folder, tensors, alora_invocation_tokens=[5, 64])
     assert run("--model", model, folder) == 1
     assert "has token 64; this base has tokens 0 to 63" in capsys.readouterr().out
+
+
+def test_what_is_more_than_factors_is_reported_and_counted(tmp_path, model, capsys):
+    modules = modules_of(model)
+    tensors = random_factors(modules) | random_vectors("lora_magnitude_vector", modules)
+    copy = {f"base_model.model.{HEAD}.base_layer.weight": np.ones((64, 32), np.float32)}
+    rows = {
+        f"base_model.model.{EMBEDDING}.token_adapter.trainable_tokens_delta": np.ones(
+            (2, 32), np.float32
+        )
+    }
+    folder = write_adapter(
+        tmp_path / "more", tensors | copy | rows, use_dora=True, trainable_token_indices=[9, 4]
+    )
+    assert run("--model", model, "--tp", 2, folder) == 0
+    text = capsys.readouterr().out
+    assert "token rows    2 of model.embed_tokens" in text and "float32 dora" in text
+    assert "to compare    lm_head.base_layer.weight" in text
+    assert run("--model", model, "--tp", 2, "--json", folder) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["token_rows"] == {EMBEDDING: [4, 9]}
+    # Rows are 32 wide; a rank has q's gain in half and o's whole, one row of 32 float32 each.
+    vectors, token_rows = 2 * 2 * 32 * 4, 2 * 32
+    assert report["bytes_per_rank"] == {
+        "bfloat16": 1536 + vectors + 2 * token_rows,
+        "float32": 3072 + vectors + 4 * token_rows,
+    }
 
 
 def test_the_servers_rank_limit_is_checked(model, good, capsys):

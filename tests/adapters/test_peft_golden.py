@@ -11,7 +11,7 @@ import pytest
 
 from jaxlora.adapters.modules import AdaptableModule, ModuleTable, ParallelKind
 from jaxlora.errors import AdapterError
-from tests.support.peft_folders import read
+from tests.support.peft_folders import read, tiny_table
 from tests.tolerances import PEFT_DELTA_RTOL
 
 
@@ -25,20 +25,24 @@ REFUSED = [name for name, expected in EXPECTED.items() if "refused" in expected]
 
 
 def base(expected: dict[str, Any]) -> ModuleTable:
-    return ModuleTable(
-        expected["layers"],
-        tuple(
-            AdaptableModule(name, d_in, d_out, ParallelKind.COLUMN)
-            for name, (d_in, d_out) in expected["base"].items()
-        ),
-        vocab_size=expected["vocab_size"],
+    modules = tuple(
+        AdaptableModule(name, d_in, d_out, ParallelKind.COLUMN, bias=bias)
+        for name, (d_in, d_out, bias) in expected["base"].items()
     )
+    vocab, hidden = expected["vocab_size"], expected["hidden_size"]
+    return tiny_table(expected["layers"], modules, vocab, hidden)
+
+
+def assert_vector(got: np.ndarray | None, wanted: list[float] | None) -> None:
+    assert (got is None) == (wanted is None)
+    if got is not None:
+        np.testing.assert_allclose(got, np.asarray(wanted), rtol=1e-6)
 
 
 @pytest.mark.parametrize("version", ["peft-0.18.1", "peft-0.21.2"])
 def test_each_peft_has_golden_folders(version):
-    for names in (APPLIED, REFUSED):
-        assert len([name for name in names if name.startswith(f"{version}/")]) >= 10
+    for names, least in ((APPLIED, 20), (REFUSED, 5)):
+        assert len([name for name in names if name.startswith(f"{version}/")]) >= least
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -60,6 +64,16 @@ def test_a_folder_saved_by_peft_reads_as_in_peft(name):
         sums = factors.scale * (factors.b.astype(np.float64) @ factors.a.astype(np.float64)).sum(1)
         error = np.abs(sums - module["delta_row_sums"]) / terms.sum(1)
         assert error.max() <= PEFT_DELTA_RTOL
+        assert_vector(factors.b_bias, module["b_bias"])
+        assert_vector(factors.magnitude, module["magnitude"])
+    assert {modules.path(*site) for site in adapter.biases} == set(expected["biases"])
+    for site, bias in adapter.biases.items():
+        assert_vector(bias, expected["biases"][modules.path(*site)])
+    assert set(adapter.token_rows) == set(expected["token_rows"])
+    for name, rows in adapter.token_rows.items():
+        wanted = expected["token_rows"][name]
+        assert list(rows.ids) == wanted["ids"]
+        np.testing.assert_allclose(rows.rows, np.asarray(wanted["rows"]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxlora.adapters.modules import AdaptableModule, ModuleTable, ParallelKind
+from jaxlora.adapters.modules import EMBEDDING, HEAD, AdaptableModule, ModuleTable, ParallelKind
 from jaxlora.errors import AdapterError
 from tests.support.peft_folders import (
     ATTENTION,
@@ -192,7 +192,7 @@ def test_a_module_without_one_of_its_factors_is_refused(tmp_path, side):
 
 def test_the_same_factor_twice_is_refused(tmp_path):
     tensors = random_factors() | random_factors(suffix="default.weight")
-    assert "are the same factor" in refusal(write_adapter(tmp_path, tensors))
+    assert "are the same tensor" in refusal(write_adapter(tmp_path, tensors))
 
 
 def test_two_spellings_in_one_file_are_refused(tmp_path):
@@ -317,10 +317,17 @@ def test_a_target_that_the_base_does_not_have_is_passed_over_as_in_peft(tmp_path
     assert read(write_adapter(tmp_path, target_modules=["q_proj", "o_proj", "q_lin"]))
 
 
-@pytest.mark.parametrize("target", [["q_proj", "o_proj", "lm_head"], r".*(q_proj|o_proj)|lm_head"])
-def test_lm_head_in_the_targets_is_refused(tmp_path, target):
-    assert "target_modules targets lm_head" in refusal(
-        write_adapter(tmp_path, target_modules=target)
+@pytest.mark.parametrize("name", [HEAD, EMBEDDING])
+@pytest.mark.parametrize("target", [["q_proj", "o_proj", "{}"], r".*(q_proj|o_proj)|(.*\.)?{}"])
+def test_the_head_or_embedding_in_the_targets_must_have_factors(tmp_path, name, target):
+    leaf = name.rpartition(".")[2]
+    target = target.format(leaf) if isinstance(target, str) else [t.format(leaf) for t in target]
+    folder = write_adapter(tmp_path, target_modules=target)
+    assert f"targets {name}, which has no factors" in refusal(folder)
+    tensors = random_factors(names=["self_attn.q_proj", "self_attn.o_proj", name])
+    assert (0, name) in read(write_adapter(tmp_path, tensors, target_modules=target)).factors
+    assert f"factors for {name}, which adapter_config.json does not target" in refusal(
+        write_adapter(tmp_path, tensors)
     )
 
 

@@ -10,7 +10,7 @@ import os
 import numpy as np
 import pytest
 
-from jaxlora.adapters.modules import AdaptableModule, ModuleTable, ParallelKind
+from jaxlora.adapters.modules import EMBEDDING, AdaptableModule, ModuleTable, ParallelKind
 from jaxlora.adapters.placement import cut
 from jaxlora.errors import AdapterError
 from tests.support.peft_folders import random_factors, read, write_adapter
@@ -137,9 +137,13 @@ def test_modules_to_save_are_half_applied(tmp_path, name):
 def test_trainable_tokens_are_dropped(tmp_path):
     """vllm-project/vllm#36501"""
     key = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
-    extra = {key: np.ones((2, 6), np.float32)}
-    refused(write_adapter(tmp_path, random_factors() | extra), "replaced embedding rows")
-    refused(write_adapter(tmp_path, trainable_token_indices=[1, 2]), "trainable_token_indices is")
+    extra = {key: np.array([[2.0] * 6, [1.0] * 6], np.float32)}
+    folder = write_adapter(tmp_path, random_factors() | extra, trainable_token_indices=[9, 4])
+    rows = read(folder).token_rows[EMBEDDING]
+    assert rows.ids == (4, 9)
+    np.testing.assert_array_equal(rows.rows, extra[key][::-1])
+    refused(write_adapter(tmp_path, random_factors() | extra), "token rows of .*does not name it")
+    refused(write_adapter(tmp_path, trainable_token_indices=[1, 2]), "which has no token rows")
 
 
 def test_copied_added_tokens_json_is_mistaken_for_added_tokens(tmp_path):

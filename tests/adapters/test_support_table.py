@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 
 from jaxlora.adapters import support
+from jaxlora.adapters.modules import EMBEDDING, HEAD
 from jaxlora.adapters.support_rows import Action, Place, Row
 from jaxlora.errors import AdapterError
-from tests.support.peft_folders import FINGERPRINT, random_factors, read, write_adapter
+from tests.support.peft_folders import (
+    FINGERPRINT,
+    VOCAB_SIZE,
+    random_factors,
+    random_vectors,
+    read,
+    write_adapter,
+)
 
 
 DOCS = Path(__file__).parents[2] / "docs" / "adapters.md"
@@ -66,12 +74,12 @@ CONFIG_CASES: dict[str, dict[str, Any]] = {
     'bias = "all", "lora_only"': {"bias": "lora_only"},
     "modules_to_save = null, []": {"modules_to_save": []},
     "modules_to_save = list": {"modules_to_save": ["lm_head"]},
-    "use_dora = null, false": {"use_dora": False},
-    "use_dora = true": {"use_dora": True},
-    "lora_bias = null, false": {"lora_bias": False},
-    "lora_bias = true": {"lora_bias": True},
+    "use_dora = true, false": {"use_dora": True},
+    "lora_bias = true, false": {"lora_bias": True},
     "trainable_token_indices = null": {"trainable_token_indices": None},
-    "trainable_token_indices = list, object": {"trainable_token_indices": {"embed_tokens": [1]}},
+    "trainable_token_indices = list of token ids, object of such lists": {
+        "trainable_token_indices": {"embed_tokens": [2, 1]}
+    },
     "target_parameters = null, []": {"target_parameters": []},
     "target_parameters = list": {"target_parameters": ["mlp.experts.gate_up_proj"]},
     "layer_replication = null, []": {"layer_replication": None},
@@ -91,26 +99,20 @@ CONFIG_CASES: dict[str, dict[str, Any]] = {
 }
 
 _Q = "base_model.model.model.layers.0.self_attn.q_proj"
+_BIASED = "self_attn.q_proj"  # o_proj has none
+_EMBEDDING = "base_model.model.model.embed_tokens"
+_ROWS = {f"{_EMBEDDING}.token_adapter.trainable_tokens_delta": np.ones((2, 6), np.float32)}
+# The tensors beside the factors that an option of the config means.
+TENSORS_OF: dict[str, dict[str, np.ndarray]] = {
+    "bias": random_vectors("base_layer.bias", names=[_BIASED]),
+    "use_dora": random_vectors("lora_magnitude_vector"),
+    "lora_bias": random_vectors("lora_B.bias"),
+    "trainable_token_indices": _ROWS,
+}
+
 # A row's id -> keys of tensors that it covers.
 TENSOR_CASES: dict[str, list[str]] = {
-    "...lora_embedding_A, ...lora_embedding_B": [
-        "base_model.model.model.embed_tokens.lora_embedding_A",
-        "base_model.model.model.embed_tokens.lora_embedding_B.default",
-    ],
-    "...token_adapter...": [
-        "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
-    ],
-    "lm_head..., ...embed_tokens...": [
-        "base_model.model.lm_head.lora_A.weight",
-        "base_model.model.lm_head.weight",
-        "lm_head.lora_B.weight",
-        "base_model.model.model.embed_tokens.base_layer.weight",
-    ],
-    "...lora_magnitude_vector": [
-        f"{_Q}.lora_magnitude_vector",
-        f"{_Q}.lora_magnitude_vector.weight",
-    ],
-    "...lora_B.bias": [f"{_Q}.lora_B.bias", f"{_Q}.lora_B.default.bias"],
+    "...trainable_tokens_...": [f"{_EMBEDDING}.trainable_tokens_delta"],
     "...lora_diag": [f"{_Q}.lora_diag"],
     "...lora_velora_embed": [f"{_Q}.lora_velora_embed"],
     "...experts...lora_A": [
@@ -118,12 +120,52 @@ TENSOR_CASES: dict[str, list[str]] = {
         "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight",
         "base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight",
     ],
-    "MODULE.lora_A.weight, MODULE.lora_B.weight": [f"{_Q}.lora_A.weight"],  # in every adapter
     "MODULE.lora_A.NAME.weight": [f"{_Q}.lora_A.other.weight"],
     "MODULE.lora_a, MODULE.lora_b": ["model.layers.0.self_attn.q_proj.lora_a"],
     "...lora_down.weight, ...lora_up.weight": ["lora_unet_mid_q.lora_down.weight"],
-    "...bias": [f"{_Q}.bias", f"{_Q}.base_layer.bias"],
-    "...weight": ["base_model.model.score.weight", f"{_Q}.modules_to_save.default.weight"],
+    "...weight": [
+        "base_model.model.score.weight",
+        "base_model.model.lm_head.weight",
+        f"{_Q}.modules_to_save.default.weight",
+    ],
+}
+
+# A row's id -> for each of its spellings (what the config says beside, tensors beside factors of q
+# and o). Without these tensors the config alone is refused.
+APPLIED_TENSORS: dict[str, list[tuple[dict[str, Any], dict[str, np.ndarray]]]] = {
+    "MODULE.lora_A.weight, MODULE.lora_B.weight": [
+        ({"target_modules": ["q_proj", "o_proj", name]}, random_factors(names=[module]))
+        for name, module in (("up_proj", "mlp.up_proj"), ("lm_head", HEAD))
+    ],
+    "MODULE.lora_embedding_A, MODULE.lora_embedding_B": [
+        (
+            {"target_modules": ["q_proj", "o_proj", "embed_tokens"]},
+            {f"{k}{end}": v for k, v in random_factors(names=[EMBEDDING]).items()},
+        )
+        for end in ("", ".default")
+    ],
+    "MODULE.token_adapter.trainable_tokens_delta": [
+        ({"trainable_token_indices": [3, 1]}, {f"{k}{end}": v for k, v in _ROWS.items()})
+        for end in ("", ".default")
+    ],
+    "MODULE.lora_magnitude_vector": [
+        ({"use_dora": True}, random_vectors(f"lora_magnitude_vector{end}"))
+        for end in ("", ".weight", ".default", ".default.weight")
+    ],
+    "MODULE.lora_B.bias": [
+        ({"lora_bias": True}, random_vectors(f"lora_B{name}.bias")) for name in ("", ".default")
+    ],
+    "MODULE.bias, MODULE.base_layer.bias": [
+        ({"bias": "lora_only"}, random_vectors("base_layer.bias", names=[_BIASED])),
+        ({"bias": "lora_only"}, random_vectors("bias", names=[_BIASED])),
+    ],
+}
+# Of a row that is checked: the file's tensors, which don't change the key.
+CHECKED_TENSORS: dict[str, dict[str, np.ndarray]] = {
+    "embed_tokens.base_layer.weight, lm_head.base_layer.weight": {
+        f"base_model.model.{name}.base_layer.weight": np.ones((VOCAB_SIZE, 6), np.float32)
+        for name in (EMBEDDING, HEAD)
+    },
 }
 
 
@@ -165,7 +207,8 @@ def ids(row: Row) -> str:
 
 
 def test_the_cases_are_the_rows():
-    cases = {Place.CONFIG: CONFIG_CASES, Place.TENSOR: TENSOR_CASES, Place.FILE: FILE_CASES}
+    tensors = {**TENSOR_CASES, **APPLIED_TENSORS, **CHECKED_TENSORS}
+    cases = {Place.CONFIG: CONFIG_CASES, Place.TENSOR: tensors, Place.FILE: FILE_CASES}
     for place, expected in cases.items():
         assert {row.id for row in rows(place)} == set(expected)
     assert len({row.id for row in support.ROWS}) == len(support.ROWS)
@@ -174,7 +217,9 @@ def test_the_cases_are_the_rows():
 @pytest.mark.parametrize("row_id", CONFIG_CASES)
 def test_a_config_option_is_applied_or_refused_as_its_row_says(tmp_path, row_id):
     row = next(row for row in rows(Place.CONFIG) if row.id == row_id)
-    folder = write_adapter(tmp_path, **CONFIG_CASES[row_id])
+    options = CONFIG_CASES[row_id]
+    beside = TENSORS_OF.get(row.name, {}) if row.action is Action.APPLIED else {}
+    folder = write_adapter(tmp_path, random_factors() | beside, **options)
     if row.action is Action.REFUSED:
         with pytest.raises(AdapterError) as caught:
             read(folder)
@@ -208,12 +253,55 @@ def test_an_option_of_the_wrong_type_is_refused(tmp_path, name, wrong):
         assert "\n" not in str(caught.value)
 
 
+def _is_used(row_id: str, name: str) -> bool:
+    return row_id.startswith(f"{name} = ") and CONFIG_CASES[row_id][name] not in (None, "none")
+
+
+@pytest.mark.parametrize("name", TENSORS_OF)
+def test_an_option_without_its_tensors_or_tensors_without_their_option_are_refused(tmp_path, name):
+    options = next(options for row, options in CONFIG_CASES.items() if _is_used(row, name))
+    with pytest.raises(AdapterError, match=name):
+        read(write_adapter(tmp_path, **options))
+    with pytest.raises(AdapterError, match=name):
+        read(write_adapter(tmp_path, random_factors() | TENSORS_OF[name]))
+
+
+@pytest.mark.parametrize("row_id", APPLIED_TENSORS)
+def test_a_tensor_is_applied_alike_in_every_spelling(tmp_path, row_id):
+    (row,) = (row for row in rows(Place.TENSOR) if row.id == row_id)
+    assert row.action is Action.APPLIED
+    plain, keys = read(write_adapter(tmp_path)).key, []
+    for config, tensors in APPLIED_TENSORS[row_id]:
+        with pytest.raises(AdapterError):
+            read(write_adapter(tmp_path, **config))
+        assert all(support.tensor_row(key) is row for key in tensors)
+        keys.append(read(write_adapter(tmp_path, random_factors() | tensors, **config)).key)
+        changed = {key: value * np.float32(1.5) for key, value in tensors.items()}
+        folder = write_adapter(tmp_path, random_factors() | changed, **config)
+        assert read(folder).key not in (plain, keys[-1])
+    assert plain not in keys
+    if row_id != "MODULE.lora_A.weight, MODULE.lora_B.weight":  # there it is two modules
+        assert len(set(keys)) == 1
+
+
+@pytest.mark.parametrize("row_id", CHECKED_TENSORS)
+def test_a_copy_of_the_bases_weights_is_kept_for_the_check_and_is_not_in_the_key(tmp_path, row_id):
+    (row,) = (row for row in rows(Place.TENSOR) if row.id == row_id)
+    assert row.action is Action.CHECKED
+    plain = read(write_adapter(tmp_path))
+    for key, copy in CHECKED_TENSORS[row_id].items():
+        adapter = read(write_adapter(tmp_path, random_factors() | {key: copy}))
+        assert adapter.key == plain.key and len(adapter.base_copies) == 1
+        folder = write_adapter(tmp_path, random_factors() | {key: copy[:-1]})
+        with pytest.raises(AdapterError, match="its vocabulary was resized"):
+            read(folder)
+
+
 @pytest.mark.parametrize("row_id", TENSOR_CASES)
 def test_a_tensor_is_applied_or_refused_as_its_row_says(tmp_path, row_id):
     row = next(row for row in rows(Place.TENSOR) if row.id == row_id)
     for key in TENSOR_CASES[row_id]:
-        extra = {} if row.action is Action.APPLIED else {key: np.ones((3, 6), np.float32)}
-        folder = write_adapter(tmp_path, random_factors() | extra)
+        folder = write_adapter(tmp_path, random_factors() | {key: np.ones((3, 6), np.float32)})
         if row.action is Action.REFUSED:
             with pytest.raises(AdapterError) as caught:
                 read(folder)
@@ -246,8 +334,9 @@ def test_an_unknown_option_that_is_not_set_is_passed_over(tmp_path, value):
 
 
 def test_every_problem_of_a_config_is_named_at_once(tmp_path):
-    with pytest.raises(AdapterError, match="use_dora is True.*; lora_bias is True.*; x is 1.*"):
-        read(write_adapter(tmp_path, use_dora=True, lora_bias=True, x=1))
+    problems = {"modules_to_save": ["lm_head"], "use_qalora": True, "x": 1}
+    with pytest.raises(AdapterError, match="modules_to_save is .*; use_qalora is True.*; x is 1.*"):
+        read(write_adapter(tmp_path, **problems))
 
 
 @pytest.mark.parametrize("key", [f"{_Q}.lora_E", f"{_Q}.hada_w1_a", "x", "", "a\nb", "x" * 10_000])

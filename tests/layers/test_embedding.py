@@ -24,7 +24,7 @@ def test_every_token_gets_its_row_exactly(tp: int) -> None:
     true, padded = table(tp)
     tokens = np.array([6, 0, 3, 3, 5, 1, 2, 4], np.int32)
     module = VocabTable("t", VOCAB, HIDDEN, tp, jnp.float32)
-    got = call(module, {"weight": padded}, tp, lambda m, t: m.embed(t), tokens)
+    got = call(module, {"weight": padded}, tp, lambda m, t: m.embed(t, None), tokens)
     np.testing.assert_array_equal(got, true[tokens])
 
 
@@ -35,7 +35,7 @@ def test_logits_are_float32_of_the_true_vocabulary(tp: int, dtype) -> None:
     hidden = np.random.default_rng(1).normal(size=(3, HIDDEN)).astype(dtype)
     module = VocabTable("t", VOCAB, HIDDEN, tp, dtype)
     params = {"weight": padded.astype(dtype)}
-    got = call(module, params, tp, lambda m, h: m.logits(h), hidden)
+    got = call(module, params, tp, lambda m, h: m.logits(h, None), hidden)
     assert (got.shape, got.dtype) == ((3, VOCAB), jnp.float32)
     wanted = hidden.astype(np.float64) @ true.astype(dtype).astype(np.float64).T
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)

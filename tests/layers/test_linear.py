@@ -29,6 +29,9 @@ class Recorder:
         self.calls.append((y.shape, y.dtype, x.shape, layer, modules, widths))
         return jnp.where(self.mask[:, None], y + jnp.asarray(self.value, y.dtype), y)
 
+    def add_bias(self, y, bias, *, layer, modules, widths):
+        return y if bias is None else y + bias[None]
+
 
 def arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
     rng = np.random.default_rng(0)

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.modules import AdaptableModule, ModuleTable, ParallelKind
+from jaxlora.adapters.modules import EMBEDDING, AdaptableModule, ModuleTable, ParallelKind
 from jaxlora.errors import AdapterError
-from tests.support.peft_folders import read
+from tests.support.peft_folders import read, tiny_table
 from tests.tolerances import PEFT_DELTA_RTOL
 
 
@@ -36,9 +36,11 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "adapters" / f"peft-{peft.__vers
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def base_model() -> Any:
+def base_model(biased: bool = False) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
+        attention_bias=biased,
+        mlp_bias=biased,
         vocab_size=40,
         hidden_size=20,
         intermediate_size=28,
@@ -69,21 +71,29 @@ def moe_model() -> Any:
 
 
 def module_table(model: Any) -> ModuleTable:
-    """The linear modules of the first layer, as the model itself has them."""
+    """The linear modules of the first layer, as the model itself has them, and the outer ones."""
     modules = tuple(
-        AdaptableModule(name, module.in_features, module.out_features, ParallelKind.COLUMN)
+        AdaptableModule(
+            name,
+            module.in_features,
+            module.out_features,
+            ParallelKind.COLUMN,
+            bias=module.bias is not None,
+        )
         for name, module in model.model.layers[0].named_modules()
         if isinstance(module, torch.nn.Linear)
     )
-    return ModuleTable(len(model.model.layers), modules, vocab_size=model.config.vocab_size)
+    return tiny_table(
+        len(model.model.layers), modules, model.config.vocab_size, model.config.hidden_size
+    )
 
 
 def saved_by_peft(folder: Path, model: Any, **options: Any) -> None:
     """Adapt `model`, make every factor random, and save."""
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     generator = torch.Generator().manual_seed(1)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
             parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     adapted.save_pretrained(folder)
 
@@ -131,81 +141,150 @@ APPLIED: dict[str, dict[str, Any]] = {
     "orthogonal": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
     "alora": {"r": 2, "target_modules": ["q_proj"], "alora_invocation_tokens": [3, 1, 3]},
     "mica": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "mica"},
+    "dora": {"r": 2, "target_modules": ["q_proj", "down_proj", "lm_head"], "use_dora": True},
+    "lora_bias": {"r": 2, "target_modules": ["q_proj", "up_proj"], "lora_bias": True},
+    "bias_lora_only": {"r": 2, "target_modules": ["q_proj", "up_proj"], "bias": "lora_only"},
+    "bias_all": {"r": 2, "target_modules": ["q_proj"], "bias": "all"},
+    "lm_head": {"r": 2, "target_modules": ["q_proj", "lm_head"], "rank_pattern": {"lm_head": 3}},
+    "embedding": {"r": 2, "target_modules": ["q_proj", "embed_tokens"], "use_dora": True},
+    "tokens": {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": [7, 2, 39]},
+    "tokens_apart": {
+        "r": 2,
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {"embed_tokens": [7, 2], "lm_head": [0, 9, 5]},
+    },
 }
 
 # Options that peft had not yet before the version given.
 SINCE = {"mica": (0, 19)}
 
+# Before this version peft leaves the biases of "lora_only" out of the files it saves.
+BIASES_SAVED_SINCE = (0, 19)
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "dora": ({"use_dora": True}, "use_dora is True"),
-    "lora_bias": ({"lora_bias": True}, "lora_bias is True"),
-    "bias_lora_only": ({"bias": "lora_only"}, "bias is 'lora_only'"),
-    "bias_all": ({"bias": "all"}, "bias is 'all'"),
     "modules_to_save": ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']"),
-    "lm_head": ({"target_modules": ["q_proj", "lm_head"]}, "lm_head and embeddings can't"),
-    "embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, "lm_head and embeddings can't"),
-    "tokens": ({"trainable_token_indices": [1, 2]}, "trainable_token_indices is"),
     "replication": ({"layer_replication": [[0, 3], [1, 3]]}, "layer_replication is"),
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
     "olora": ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
 }
 
 
-def loaded_by_peft(folder: Path, model: Any) -> dict[tuple[int, str], dict[str, Any]]:
-    """What peft makes of a saved folder: per module its rank, scale, A, B and delta."""
-    adapted = peft.PeftModel.from_pretrained(model, folder)
-    found = {}
-    for path, module in adapted.get_base_model().named_modules():
+def loaded_by_peft(folder: Path, model: Any) -> dict[str, Any]:
+    """What peft makes of a saved folder: "modules", "biases" and "token_rows" by site or module."""
+    base_biases = {k: v for k, v in model.state_dict().items() if k.endswith(".bias")}
+    base_biases = {k: v.clone() for k, v in base_biases.items()}
+    adapted = peft.PeftModel.from_pretrained(model, folder).get_base_model()
+    modules, tokens, biases = {}, {}, {}
+    for path, module in adapted.named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
-            _, _, layer, name = path.split(".", 3)
-            found[int(layer), name] = {
-                "rank": module.r["default"],
-                "scale": module.scaling["default"],
-                "a": module.lora_A["default"].weight.detach().numpy(),
-                "b": module.lora_B["default"].weight.detach().numpy(),
-                "delta": module.get_delta_weight("default").detach().numpy(),
-            }
-    return found
+            modules[site(path)] = of_module(module)
+        if path.endswith(".token_adapter"):
+            ids, rows = module.token_indices["default"], module.trainable_tokens_delta["default"]
+            order = np.argsort(ids)
+            name = path.removesuffix(".token_adapter")
+            tokens[name] = (np.asarray(ids)[order], rows.detach().numpy()[order])
+    for name, value in adapted.state_dict().items():
+        old = base_biases.get(name.replace(".base_layer", ""))
+        if old is not None and not torch.equal(old, value):
+            path = name.removesuffix(".bias").removesuffix(".base_layer")
+            biases[site(path)] = value.numpy()
+    return {"modules": modules, "biases": biases, "token_rows": tokens}
 
 
-def assert_reads_as_peft(adapter: Adapter, expected: dict[tuple[int, str], dict[str, Any]]) -> None:
-    assert set(adapter.factors) == set(expected)
-    for site, factors in adapter.factors.items():
-        peft_module = expected[site]
+def site(path: str) -> tuple[int, str]:
+    if not path.startswith("model.layers."):
+        return 0, path
+    _, _, layer, name = path.split(".", 3)
+    return int(layer), name
+
+
+def of_module(module: Any) -> dict[str, Any]:
+    is_embedding = isinstance(module, peft.tuners.lora.Embedding)
+    a, b = (
+        (module.lora_embedding_A["default"], module.lora_embedding_B["default"])
+        if is_embedding
+        else (module.lora_A["default"].weight, module.lora_B["default"].weight)
+    )
+    delta = module.get_delta_weight("default").detach().numpy()
+    bias = None if is_embedding else module.lora_B["default"].bias
+    magnitude = (
+        module.lora_magnitude_vector["default"].weight if module.use_dora["default"] else None
+    )
+    return {
+        "rank": module.r["default"],
+        "scale": module.scaling["default"],
+        "a": a.detach().numpy(),
+        "b": b.detach().numpy(),
+        "delta": delta.T if is_embedding else delta,
+        "b_bias": None if bias is None else bias.detach().numpy(),
+        "magnitude": None if magnitude is None else magnitude.detach().numpy(),
+    }
+
+
+def assert_reads_as_peft(adapter: Adapter, expected: dict[str, Any]) -> None:
+    assert set(adapter.factors) == set(expected["modules"])
+    for place, factors in adapter.factors.items():
+        peft_module = expected["modules"][place]
         assert (factors.rank, factors.scale) == (peft_module["rank"], peft_module["scale"])
         np.testing.assert_array_equal(factors.a.astype(np.float32), peft_module["a"])
         np.testing.assert_array_equal(factors.b.astype(np.float32), peft_module["b"])
+        np.testing.assert_equal(factors.b_bias, peft_module["b_bias"])
+        np.testing.assert_equal(factors.magnitude, peft_module["magnitude"])
         delta = factors.scale * (factors.b.astype(np.float64) @ factors.a.astype(np.float64))
         largest = np.abs(delta).max()
         assert np.abs(delta - peft_module["delta"]).max() <= PEFT_DELTA_RTOL * largest
+    np.testing.assert_equal(dict(adapter.biases), expected["biases"])
+    assert set(adapter.token_rows) == set(expected["token_rows"])
+    for name, rows in adapter.token_rows.items():
+        np.testing.assert_array_equal(rows.ids, expected["token_rows"][name][0])
+        np.testing.assert_array_equal(rows.rows, expected["token_rows"][name][1])
 
 
 @pytest.mark.parametrize("case", APPLIED)
-def test_ranks_scales_and_factors_are_pefts(tmp_path, case, request):
+def test_what_is_read_is_what_peft_has(tmp_path, case, request):
     if SINCE.get(case, VERSION) > VERSION:
         pytest.skip(f"peft {peft.__version__} has no {case}")
-    saved_by_peft(tmp_path, base_model(), **APPLIED[case])
-    expected = loaded_by_peft(tmp_path, base_model())
-    modules = module_table(base_model())
-    adapter = read(tmp_path, modules)
-    assert_reads_as_peft(adapter, expected)
-    assert list(adapter.invocation_tokens) == APPLIED[case].get("alora_invocation_tokens", [])
-    if request.config.getoption("--rewrite-golden"):
+    biased = "bias" in case
+    saved_by_peft(tmp_path, base_model(biased), **APPLIED[case])
+    modules = module_table(base_model(biased))
+    if case == "bias_lora_only" and VERSION < BIASES_SAVED_SINCE:
+        lines: dict[str, Any] = {"refused": "peft 0.18 did not save these"}
+        assert_refused(tmp_path, modules, lines["refused"])
+    else:
+        expected = loaded_by_peft(tmp_path, base_model(biased))
+        adapter = read(tmp_path, modules)
+        assert_reads_as_peft(adapter, expected)
+        assert list(adapter.invocation_tokens) == APPLIED[case].get("alora_invocation_tokens", [])
         lines = applied_lines(expected, modules) | {"invocation_tokens": adapter.invocation_tokens}
+    if request.config.getoption("--rewrite-golden"):
         write_golden(GOLDEN / case, tmp_path, modules, lines)
 
 
 def applied_lines(expected: Any, modules: ModuleTable) -> dict[str, Any]:
     """What an ordinary test expects of a folder that is applied."""
+
+    def rounded(values: np.ndarray) -> list[float]:
+        return [float(f"{x:.7g}") for x in values]
+
+    def vector(values: np.ndarray | None) -> list[float] | None:
+        return None if values is None else rounded(values)
+
     return {
         "modules": {
-            modules.path(*site): {
+            modules.path(*place): {
                 "rank": found["rank"],
                 "scale": found["scale"],
-                "delta_row_sums": [float(f"{x:.7g}") for x in found["delta"].sum(axis=1)],
+                "delta_row_sums": rounded(found["delta"].sum(axis=1)),
+                "b_bias": vector(found["b_bias"]),
+                "magnitude": vector(found["magnitude"]),
             }
-            for site, found in sorted(expected.items())
-        }
+            for place, found in sorted(expected["modules"].items())
+        },
+        "biases": {modules.path(*place): rounded(b) for place, b in expected["biases"].items()},
+        "token_rows": {
+            name: {"ids": ids.tolist(), "rows": [rounded(row) for row in rows]}
+            for name, (ids, rows) in expected["token_rows"].items()
+        },
     }
 
 
@@ -214,7 +293,8 @@ def write_golden(golden: Path, folder: Path, modules: ModuleTable, lines: dict[s
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copyfile(folder / name, golden / name)
     lines = {
-        "base": {module.name: [module.d_in, module.d_out] for module in modules.modules},
+        "base": {m.name: [m.d_in, m.d_out, m.bias] for m in modules.modules},
+        "hidden_size": modules.module(EMBEDDING).d_out,
         "layers": modules.num_layers,
         "vocab_size": modules.vocab_size,
     } | lines

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from serving.engine import EngineCore
+from serving.errors import InvocationTokensError
 from tests.support.activated import (
     GOLDEN,
     INVOCATION,
@@ -47,12 +48,17 @@ def test_each_alone_has_its_tokens_of_the_mixed_batch(engine, mixed):
         assert alone == tokens, row
 
 
-def test_before_it_begins_and_without_its_tokens_the_bits_are_the_bases(engine):
+def test_before_it_begins_the_bits_are_the_bases(engine):
     start = len(PROMPTS["middle"]) - 6 - len(INVOCATION)
     assert start % 16, "the chunk and the block in which it begins have base tokens too"
-    for prompt, end in (("middle", start), ("absent", None)):
-        ((_, activated),) = run(engine, (("activated", prompt),))
-        ((_, base),) = run(engine, ((None, prompt),))
-        same = (activated.view(np.uint32) == base.view(np.uint32)).all(axis=1)
-        assert same[:end].all()
-        assert end is None or not same[end:].any()
+    ((_, activated),) = run(engine, (("activated", "middle"),))
+    ((_, base),) = run(engine, ((None, "middle"),))
+    same = (activated.view(np.uint32) == base.view(np.uint32)).all(axis=1)
+    assert same[:start].all() and not same[start:].any()
+
+
+def test_a_prompt_in_which_it_would_not_begin_is_refused_and_holds_nothing(engine):
+    with pytest.raises(InvocationTokensError, match=r"'activated' begins at .* \[7, 30, 7\]"):
+        run(engine, (("activated", "absent"),))
+    assert not engine.busy
+    engine.check_integrity()

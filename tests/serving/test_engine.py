@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from jaxlora.adapters.adapter import last_start
 from jaxlora.adapters.store import AdapterStore
 from serving.core import (
     AdapterReference,
@@ -19,6 +18,7 @@ from serving.core import (
     SamplingParams,
 )
 from serving.engine import EngineCore
+from serving.errors import InvocationTokensError
 from serving.kv_cache import BlockPool
 from serving.scheduler import Scheduler
 from tests.support.adapters import CountingLoader, tiny_adapter
@@ -264,17 +264,13 @@ def test_an_activated_adapter_begins_where_its_tokens_stand_last():
         assert harness.tokens[request_id] == expected
 
 
-def test_without_its_tokens_the_base_answers_as_in_peft_and_the_log_says_so(caplog):
-    """Tokens that are generated don't activate it either, though they be those."""
+def test_a_prompt_without_an_activated_adapters_tokens_is_refused_and_the_base_never_answers():
+    harness = Harness()
     for prompt in ([3, 1, 3, 2], [1], [2, 1]):
-        harness = Harness()
-        with caplog.at_level(logging.WARNING, logger="serving.engine"):
+        with pytest.raises(InvocationTokensError, match=r"adapter 'later' begins at .* \[1, 2\]"):
             harness.add("r", prompt, "later", max_tokens=40)
-        assert "'r': its prompt does not hold the invocation tokens of adapter later" in caplog.text
-        caplog.clear()
-        harness.run()
-        assert harness.tokens["r"] == solo_answer(prompt, 0, VOCAB, 40)
-        assert harness.recorder.requests[0].adapter == "later"
+        assert not harness.engine.busy
+        harness.engine.check_integrity()
 
 
 def test_preemption_begins_an_activated_adapter_where_it_began_before():
@@ -321,6 +317,10 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def add(self, prompt, adapter, max_tokens):
         request_id = f"r{len(self.asked)}"
+        if adapter == "later" and last_start(INVOCATION, prompt) is None:
+            with pytest.raises(InvocationTokensError):
+                self.harness.add(request_id, prompt, adapter, max_tokens=max_tokens)
+            return
         self.harness.add(request_id, prompt, adapter, max_tokens=max_tokens)
         self.asked[request_id] = (prompt, adapter, max_tokens)
 

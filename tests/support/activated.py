@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -17,7 +16,8 @@ from serving.build import build_engine
 from serving.config import AdapterSource
 from serving.core import AdapterReference, Request, SamplingParams
 from serving.engine import EngineCore
-from serving.runner import PendingStep, Runner
+from serving.pending import PendingStep
+from serving.runner import Hidden, Runner
 from serving.sequence import Batch, Sequence
 from tests.support.tiny_models import tiny_plan
 
@@ -48,7 +48,6 @@ PROMPTS = _prompts()
 ROWS: tuple[tuple[str | None, str], ...] = (
     ("activated", "middle"),
     (None, "middle"),
-    ("activated", "absent"),
     ("plain", "middle"),
     ("activated", "start"),
     ("activated", "end"),
@@ -78,11 +77,10 @@ class RecordingRunner(Runner):
                 self._keep(chunk.sequence, chunk.start + i, row)
         return pending
 
-    def _run(self, phase: Any, inputs: Any, slots: np.ndarray, adapted: bool) -> jax.Array:
-        every = np.arange(len(inputs.positions), dtype=np.int32)
-        logits = super()._run(phase, inputs._replace(logits_rows=every), slots, adapted)
-        self._passes.append(np.asarray(logits))
-        return logits[inputs.logits_rows]
+    def _run(self, phase: Any, inputs: Any, slots: np.ndarray, adapted: bool) -> Hidden:
+        hidden = super()._run(phase, inputs, slots, adapted)
+        self._passes.append(np.asarray(self._logits(hidden, np.arange(len(inputs.positions)))))
+        return hidden
 
     def _keep(self, sequence: Sequence, position: int, row: np.ndarray) -> None:
         self.logits.setdefault(sequence.request.request_id, {})[position] = row

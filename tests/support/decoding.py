@@ -97,7 +97,11 @@ def run(
         lora = (None, None) if adapters is None else _lora_inputs(adapters, queries, phase)
         every = np.arange(tokens.size, dtype=np.int32)
         kv, hidden = programs.run(tokens, None, kv, LayerInputs(inputs, *lora), phase=phase)
-        shaped = np.asarray(programs.logits(hidden, every)).reshape(len(spans), queries, -1)
+        head = (None, None)
+        if adapters is not None and adapters.pool.shape.head:
+            head = _lora_inputs(adapters, queries, "decode")
+        logits = programs.logits(hidden, every, *head)
+        shaped = np.asarray(logits).reshape(len(spans), queries, -1)
         for row, span, result in zip(rows, spans, shaped, strict=True):
             row.extend(result[: len(span.tokens)])
 

@@ -13,8 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlora.adapters.base_weights import BaseWeights
 from jaxlora.adapters.peft import read_adapter
-from jaxlora.adapters.pool import FactorPool, PoolShape
+from jaxlora.adapters.pool import FactorPool
+from jaxlora.adapters.pool_shape import PoolShape
 from jaxlora.checkpoints import LoadedModel, load_model
 from jaxlora.config import ModelConfig
 from jaxlora.parallel.mesh import make_mesh
@@ -48,11 +50,42 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "attention": {"r": 6, "lora_alpha": 9, "target_modules": _ATTENTION},
 }
 
+# Those that are more than factors of the layers' modules: of the same form.
+_TOKENS = [97, 3, 0, 41, 100, 64, 12, 58, 7, 33, 86, 21]  # in no order; with tp 2 on either rank
+BEYOND: dict[str, dict[str, Any]] = {
+    "lora_bias": {"r": 2, "lora_alpha": 3, "target_modules": _ALL, "lora_bias": True},
+    "bias_lora_only": {"r": 3, "target_modules": ["q_proj", "v_proj", "o_proj"]}
+    | {"bias": "lora_only"},
+    "bias_all": {"r": 2, "target_modules": ["k_proj", "down_proj"], "bias": "all"},
+    "both_biases": {"r": 2, "target_modules": _ALL, "lora_bias": True, "bias": "lora_only"},
+    "dora": {"r": 2, "lora_alpha": 3, "target_modules": _ALL, "use_dora": True}
+    | {"rank_pattern": {"[qk]_proj": 5, "layers.1.mlp.down_proj": 4}},
+    "dora_rslora": {"r": 3, "lora_alpha": 4, "target_modules": ["v_proj", "o_proj", "gate_proj"]}
+    | {"use_dora": True, "use_rslora": True, "layers_to_transform": [1], "bias": "lora_only"},
+    "head": {"r": 4, "lora_alpha": 5, "target_modules": ["q_proj", "lm_head"]},
+    "head_dora": {"r": 3, "target_modules": ["up_proj", "lm_head"], "use_dora": True},
+    "embedding": {"r": 5, "lora_alpha": 7, "target_modules": ["v_proj", "embed_tokens"]},
+    "vocabulary_dora": {"r": 2, "lora_alpha": 3, "use_dora": True}
+    | {"target_modules": ["embed_tokens", "lm_head", "k_proj"], "rank_pattern": {"lm_head": 6}},
+    "tokens": {"r": 2, "target_modules": ["v_proj"], "trainable_token_indices": _TOKENS},
+    "tokens_apart": {"r": 2, "target_modules": ["v_proj"]}
+    | {"trainable_token_indices": {"lm_head": _TOKENS[:5], "embed_tokens": _TOKENS[3:]}},
+    "tokens_and_head": {"r": 2, "lora_alpha": 3, "target_modules": ["o_proj", "lm_head"]}
+    | {"trainable_token_indices": _TOKENS[::2]},
+    "everything": {"r": 2, "target_modules": [*_ALL, "embed_tokens", "lm_head"]}
+    | {"use_dora": True, "use_rslora": True, "bias": "all"},
+}
+
 # Of the prompts of 13, 5 and 22 tokens, the first two go in whole and the last in two pieces.
 CHUNK = 13
 
 # family -> the adapters of it that GOLDEN holds
 GOLDEN_CASES = {"llama": ("patterns", "rslora"), "qwen3_biases": ("plain", "layers")}
+BEYOND_GOLDEN = Path(__file__).parents[1] / "golden" / "models_beyond"
+BEYOND_CASES = {
+    "llama": ("dora", "embedding", "tokens_and_head"),
+    "llama_biases": ("both_biases", "bias_all", "vocabulary_dora", "tokens_apart"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,20 +118,33 @@ class Served:
     """A tiny model and PEFT folders as served, on `tp` ranks; compiles a step shape once."""
 
     def __init__(
-        self, model: Path, adapters: Mapping[str, Path], tp: int, layers_per_program: int = 1
+        self,
+        model: Path,
+        adapters: Mapping[str, Path],
+        tp: int,
+        layers_per_program: int = 1,
+        strength: float = 1.0,
     ) -> None:
+        self.tp = tp
         config = ModelConfig.from_folder(model)
         self.mesh = make_mesh(tp)
         self.loaded: LoadedModel = load_model(model, config, self.mesh, jnp.float32)
         modules = self.loaded.model.modules
         read = [
-            read_adapter(folder, name=name, modules=modules, base_fingerprint=config.fingerprint)
+            read_adapter(
+                folder,
+                name=name,
+                modules=modules,
+                base_fingerprint=config.fingerprint,
+                strength=strength,
+            )
             for name, folder in adapters.items()
         ]
         shape = PoolShape.for_adapters(
             read, modules, tp, itemsize=4, memory=None, slots=None, max_rank=None
         )
-        self._pool = FactorPool(shape, modules, self.mesh, jnp.dtype(jnp.float32))
+        base = BaseWeights(self.loaded, self.mesh)
+        self._pool = FactorPool(shape, modules, self.mesh, jnp.dtype(jnp.float32), base)
         self._slots: dict[str | None, int] = {None: 0}
         self._slots |= {adapter.name: self._pool.load(adapter) for adapter in read}
         rows = AdapterRows(self._pool, ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxlora.adapters.adapter import Adapter
-from jaxlora.adapters.modules import AdaptableModule, ModuleTable, ParallelKind
+from jaxlora.adapters.modules import EMBEDDING, HEAD, AdaptableModule, ModuleTable, ParallelKind
 from jaxlora.adapters.peft import read_adapter
 
 
@@ -30,15 +30,34 @@ _DTYPE_NAMES = {
 def table(
     *names: str, layers: int = 2, prefix: str = "model.layers", width: int = 6
 ) -> ModuleTable:
-    """A base whose modules have widths of their own: d_in = width + i, d_out = width + 2i + 1."""
+    """A base whose modules have widths of their own: d_in = width + i, d_out = width + 2i + 1.
+
+    Those of an even i have a bias; the hidden size is `width`.
+    """
+    modules = tuple(
+        AdaptableModule(name, width + i, width + 2 * i + 1, ParallelKind.COLUMN, bias=i % 2 == 0)
+        for i, name in enumerate(names)
+    )
+    return tiny_table(layers, modules, VOCAB_SIZE, width, prefix)
+
+
+def tiny_table(
+    layers: int,
+    modules: tuple[AdaptableModule, ...],
+    vocab: int,
+    hidden: int,
+    prefix: str = "model.layers",
+) -> ModuleTable:
+    """These modules in each layer, an embedding and a head of its own."""
     return ModuleTable(
         layers,
-        tuple(
-            AdaptableModule(name, width + i, width + 2 * i + 1, ParallelKind.COLUMN)
-            for i, name in enumerate(names)
-        ),
+        modules,
         prefix,
-        vocab_size=VOCAB_SIZE,
+        outer=(
+            AdaptableModule(EMBEDDING, vocab, hidden, ParallelKind.ROW),
+            AdaptableModule(HEAD, hidden, vocab, ParallelKind.COLUMN),
+        ),
+        vocab_size=vocab,
     )
 
 
@@ -70,14 +89,47 @@ def random_factors(
     """Key -> array for A and B of every module named, as peft spells and shapes them."""
     rng = np.random.default_rng(seed)
     tensors = {}
+    for path, module in _paths(modules, names, prefix, layers):
+        sides = {
+            "A": (rank, module.d_in),
+            "B": (module.d_out, rank),
+        }
+        for side, shape in sides.items():
+            key = f"{path}.lora_{side}.{suffix}"
+            if module.name == EMBEDDING:
+                key = f"{path}.lora_embedding_{side}"
+            tensors[key] = rng.normal(size=shape).astype(dtype)
+    return tensors
+
+
+def random_vectors(
+    kind: str,
+    modules: ModuleTable = DENSE,
+    names: Iterable[str] = ("self_attn.q_proj", "self_attn.o_proj"),
+    *,
+    prefix: str = "base_model.model.model.layers",
+    layers: Iterable[int] | None = None,
+    seed: int = 0,
+) -> dict[str, np.ndarray]:
+    """Key -> a vector over the outputs of every module named; `kind` is how its key ends."""
+    rng = np.random.default_rng(seed)
+    return {
+        f"{path}.{kind}": rng.uniform(0.5, 1.5, module.d_out).astype(np.float32)
+        for path, module in _paths(modules, names, prefix, layers)
+    }
+
+
+def _paths(
+    modules: ModuleTable, names: Iterable[str], prefix: str, layers: Iterable[int] | None
+) -> Iterator[tuple[str, AdaptableModule]]:
+    names = tuple(names)
     for layer in range(modules.num_layers) if layers is None else layers:
         for name in names:
-            module = modules.modules[modules.kinds[name]]
-            shapes = {"A": (rank, module.d_in), "B": (module.d_out, rank)}
-            for side, shape in shapes.items():
-                key = f"{prefix}.{layer}.{name}.lora_{side}.{suffix}"
-                tensors[key] = rng.normal(size=shape).astype(dtype)
-    return tensors
+            if not modules.is_outer(name):
+                yield f"{prefix}.{layer}.{name}", modules.module(name)
+    for name in names:
+        if modules.is_outer(name):
+            yield f"base_model.model.{name}", modules.module(name)
 
 
 def safetensors_bytes(tensors: Mapping[str, np.ndarray], **header: Any) -> bytes:

@@ -195,8 +195,10 @@ def make_catalog(max_model_len: int = MAX_MODEL_LEN) -> ModelCatalog:
         max_model_len=max_model_len,
         aliases=("gpt",),
         adapters={
-            name: ServedAdapter(AdapterReference(name, f"key of {name}"), f"adapters/{name}")
-            for name in ("pirate", "team/formal")
+            name: ServedAdapter(
+                AdapterReference(name, f"key of {name}", tuple(tokens)), f"adapters/{name}"
+            )
+            for name, tokens in (("pirate", b""), ("team/formal", b""), ("later", b"<!>"))
         },
         created=1700000000,
     )

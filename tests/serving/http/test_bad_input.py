@@ -272,6 +272,22 @@ def test_unknown_adapter_is_404_and_never_the_base(call, engine, field, name):
     assert engine.requests == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_in_which_an_activated_adapter_would_not_begin_is_400(call, engine, stream):
+    """And never the base model's answer in its place."""
+    bodies = {
+        COMPLETIONS: ("prompt", {"prompt": ["so <!> on", "so on"]}),
+        CHAT: ("messages", {"messages": [{"role": "user", "content": "so on"}]}),
+    }
+    for path, (param, body) in bodies.items():
+        body |= {"model": "later", "stream": stream, "max_tokens": 2}
+        response = call("POST", path, json=body)
+        message = assert_error(response, 400, param, "invocation_tokens_missing")
+        assert "adapter 'later' begins at its invocation tokens [60, 33, 62]" in message
+        assert engine.requests == []
+    assert call("POST", COMPLETIONS, json={"model": "later", "prompt": "<!>"}).status_code == 200
+
+
 def test_prompt_and_answer_over_the_context_is_400_with_the_numbers(call, engine):
     fields = {"model": "gpt", "prompt": [97] * 60, "max_tokens": 5}
     code = "context_length_exceeded"

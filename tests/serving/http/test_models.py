@@ -10,7 +10,7 @@ def test_list_holds_the_base_its_aliases_and_each_adapter(call):
     listed = call("GET", "/v1/models").json()
     assert listed["object"] == "list"
     cards = {card["id"]: card for card in listed["data"]}
-    assert list(cards) == ["org/base-1", "gpt", "pirate", "team/formal"]
+    assert list(cards) == ["org/base-1", "gpt", "pirate", "team/formal", "later"]
     for card in cards.values():
         Model.model_validate(card, strict=True)
         assert card["max_model_len"] == 64

@@ -24,6 +24,10 @@ KEEPALIVE_SECONDS = 15.0  # of silence, before a comment goes out
 
 T = TypeVar("T")
 
+# JSON may hold these as they are, but for many clients a line, and so an event, ends at them: all
+# that split as Python's str.splitlines does. (It escapes the others of that kind anyway.)
+_LINE_ENDS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in "\x85\u2028\u2029"}
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -32,8 +36,11 @@ class ClientDisconnectedError(Exception):
 
 
 def event(content: Any) -> bytes:
-    """One server-sent event with `content` as JSON."""
-    return b"data: " + _encoder.encode(content) + b"\n\n"
+    """One server-sent event with `content` as JSON, which is one line however lines are told."""
+    data = _encoder.encode(content)
+    for line_end, escaped in _LINE_ENDS.items():
+        data = data.replace(line_end, escaped)
+    return b"data: " + data + b"\n\n"
 
 
 async def open_stream(

@@ -189,3 +189,12 @@ def test_a_stream_of_n_choices_tells_them_apart(call):
         for choice in chunk["choices"]:
             texts[choice["index"]] += choice["text"]
     assert texts == {0: "ab", 1: "ab", 2: "ab"}
+
+
+def test_a_line_separator_in_the_text_does_not_cut_an_event_in_two(call):
+    """As httpx and str.splitlines end lines; JSON may hold these characters as they are."""
+    text = "a\x85b\u2028c\u2029\\d\x0b\x1c"
+    response = call("POST", "/v1/completions", json=body(prompt=text, stream=True))
+    lines = [line for line in response.text.splitlines() if line]
+    assert lines == [line for line in response.text.split("\n") if line]
+    assert "".join(event["choices"][0]["text"] for event in events(response.text)) == text

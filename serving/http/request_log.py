@@ -59,13 +59,13 @@ class RequestLogMiddleware:
             milliseconds = (time.perf_counter() - started) * 1000
             adapter = state.get("adapter") or "-"
             _log.info(
-                "%s %s %d %.1f ms id=%s adapter=%s",
+                "%s %s %d %.1f ms adapter=%s id=%s",  # an id may hold spaces
                 scope["method"],
                 _path(scope),
                 status,
                 milliseconds,
-                request_id,
                 adapter,
+                request_id,
             )
 
 

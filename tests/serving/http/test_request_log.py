@@ -65,9 +65,15 @@ def test_a_line_says_who_what_and_how_long_but_not_what_about(call, lines):
     call("POST", "/v1/chat/completions", json={"model": "gpt", "messages": []}, headers={ID: "you"})
     call("POST", "/v1/completions", json=BODY | {"model": "gpt", "stream": True})
     first, second, third = lines()
-    assert re.fullmatch(r"POST /v1/completions 200 \d+\.\d ms id=me adapter=pirate", first)
-    assert re.fullmatch(r"POST /v1/chat/completions 400 \d+\.\d ms id=you adapter=-", second)
-    assert re.fullmatch(r"POST /v1/completions 200 \d+\.\d ms id=[0-9a-f]{32} adapter=-", third)
+    assert re.fullmatch(r"POST /v1/completions 200 \d+\.\d ms adapter=pirate id=me", first)
+    assert re.fullmatch(r"POST /v1/chat/completions 400 \d+\.\d ms adapter=- id=you", second)
+    assert re.fullmatch(r"POST /v1/completions 200 \d+\.\d ms adapter=- id=[0-9a-f]{32}", third)
+
+
+def test_an_id_with_spaces_names_no_other_adapter(call, lines):
+    call("POST", "/v1/completions", json=BODY, headers={ID: "a adapter=other"})
+    (line,) = lines()
+    assert line.endswith(" ms adapter=pirate id=a adapter=other")
 
 
 def test_no_path_makes_a_second_line_or_a_long_one(call, lines):

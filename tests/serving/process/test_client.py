@@ -219,5 +219,5 @@ def test_request_ids_are_in_answers_and_log(server, client):
     assert answer.headers["x-request-id"] == "mine-1"
     wait_until(lambda: any("id=mine-1" in line for line in server.errors), PATIENCE)
     (line,) = [line for line in server.errors if "id=mine-1" in line]
-    assert re.search(r"POST /v1/completions 200 \d+\.\d ms id=mine-1 adapter=all$", line.strip())
+    assert re.search(r"POST /v1/completions 200 \d+\.\d ms adapter=all id=mine-1$", line.strip())
     assert "secret" not in "".join(server.errors)

@@ -90,7 +90,7 @@ class _Surprises:
 
 
 def _of_router(request: Request, error: HTTPException) -> ServingError:
-    path = request.url.path
+    path = request.scope["path"]  # that of a URL made from it would lose a leading //host
     if error.status_code == 404:
         return NotFoundError(f"there is no route {request.method} {path}")
     if error.status_code == 405:

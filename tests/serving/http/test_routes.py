@@ -41,6 +41,11 @@ def test_a_wrong_method_is_405(call, path, method):
         assert_error(response, 405, None, "method_not_allowed")
 
 
+def test_a_404_names_the_path_as_it_was_asked_for(call):
+    response = call("GET", "http://test//v1/models")
+    assert response.json()["error"]["message"] == "there is no route GET //v1/models"
+
+
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize(
     "kind", ["text/plain", "multipart/form-data", "application/x-www-form-urlencoded", "", "json"]

@@ -58,9 +58,12 @@ class EngineThread:
         if self._max_queue is not None:
             wanted, lanes = len(requests), self._core.scheduler.lanes
             if self._over + len(self._placed) + wanted > self._max_queue:
+                most = lanes + self._max_queue
                 raise QueueFullError(
-                    f"no room in the queue for {wanted} more, it holds {self._max_queue}",
-                    ever=wanted <= lanes + self._max_queue,
+                    f"no room in the queue for {wanted} more, it holds {self._max_queue}"
+                    if wanted <= most
+                    else f"{wanted} choices in one request, at most {most} are served at once",
+                    ever=wanted <= most,
                 )
         ids = {request.request_id for request in requests}
         self._placed |= ids

@@ -68,6 +68,7 @@ def test_an_idle_engine_takes_what_its_lanes_and_queue_hold(world):
     with pytest.raises(QueueFullError) as caught, world.thread.places(world.requests(6)):
         pass
     assert not caught.value.ever
+    assert str(caught.value) == "6 choices in one request, at most 5 are served at once"
 
 
 def test_places_are_kept_all_or_none_and_given_back(world):

@@ -44,7 +44,8 @@ def parse_options(arguments: Sequence[str] | None) -> tuple[EngineConfig, Server
         fields = {field.name for field in dataclasses.fields(ServerConfig)}
         server = {name: given.pop(name) for name in fields & given.keys()}
         model: Path = given["model"]
-        server["name"] = server["name"] or os.path.basename(os.path.realpath(model))
+        if server["name"] is None:
+            server["name"] = os.path.basename(os.path.realpath(model))
         server["aliases"] = tuple(given.pop("alias"))
         return EngineConfig(adapters=adapters, **given), ServerConfig(**server)
     except ConfigError as error:
@@ -222,13 +223,17 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,12}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
-    return int(text)
+    return _count_from(1, text)
 
 
 def _count_from_0(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+    return _count_from(0, text)
+
+
+def _count_from(least: int, text: str) -> int:
+    if not re.fullmatch("0|[1-9][0-9]{0,11}", text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} up")
+    return int(text)
 
 
 def _port(text: str) -> int:

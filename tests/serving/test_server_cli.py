@@ -76,6 +76,17 @@ def test_a_queue_of_none_is_not_a_queue_without_a_bound():
     assert parse_options(["--model", "m"])[1].max_queue is None
 
 
+def test_a_wrong_queue_is_told_that_none_is_one_too(capsys):
+    with pytest.raises(SystemExit):
+        parse_options(["--model", "m", "--max-queue", "-1"])
+    assert "'-1' is not a number from 0 up" in capsys.readouterr().err
+
+
+def test_an_empty_name_is_no_name_left_out(capsys):
+    assert main(["--model", "m", "--name", ""], build=refuse_to_build) == 2
+    assert capsys.readouterr().err.startswith("error: model name '' must be")
+
+
 def test_memory_auto_is_left_to_the_engine():
     assert parse_options(["--model", "m", "--kv-memory", "auto"])[0].kv_memory is None
 

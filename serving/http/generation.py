@@ -27,6 +27,7 @@ from serving.http.services import Services
 
 
 MAX_CHOICES_IN_ALL = 2048  # of one request
+MAX_SCORED = 2**20  # logprobs of prompts in one request's answer, which is held whole
 
 _MAX_TOP_K = 2**31 - 1  # above any vocabulary, so no limit; larger ones don't fit on the device
 
@@ -89,6 +90,7 @@ def plan(
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
     choices = _choices(fields, len(prompts))
+    _check_scored(asked, choices * sum(map(len, prompts)))
     request_id = f"{asked.id_prefix}-{uuid.uuid4().hex}"
     requests = []
     for prompt in prompts:
@@ -123,6 +125,19 @@ def _check_max_tokens(asked: Asked) -> None:
     if asked.max_tokens == 0 and asked.echoes is None:
         raise InvalidRequestError(
             f"{asked.max_tokens_field} 0 needs echo to be true", param=asked.max_tokens_field
+        )
+
+
+def _check_scored(asked: Asked, tokens: int) -> None:
+    """`tokens` of echoed prompts, each with its own logprob and its alternatives'."""
+    if asked.echoes is None or asked.logprobs is None:
+        return
+    scored = tokens * (1 + asked.logprobs)
+    if scored > MAX_SCORED:
+        raise InvalidRequestError(
+            f"echoing {tokens} tokens with logprobs {asked.logprobs} is {scored} logprobs, over"
+            f" {MAX_SCORED}",
+            param="logprobs",
         )
 
 

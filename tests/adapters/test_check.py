@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -179,3 +183,14 @@ def test_a_folders_name_can_neither_forge_a_line_nor_fail_to_print(model, good, 
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 2 and "\n" not in lines[0] and lines[0].endswith("REFUSED")
         "".join(lines).encode()
+
+
+def test_a_reader_that_stops_early_sees_no_traceback(model, good):
+    command = [sys.executable, "-m", "jaxlora.adapters.check", "--model", str(model)]
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head` does once it has its lines
+    done = subprocess.run(
+        [*command, str(good)], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    os.close(writing)
+    assert done.returncode == -signal.SIGPIPE and done.stderr == ""

@@ -179,3 +179,16 @@ def test_a_folders_name_can_neither_forge_a_line_nor_fail_to_print(model, good, 
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 2 and "\n" not in lines[0] and lines[0].endswith("REFUSED")
         "".join(lines).encode()
+
+
+def test_what_only_the_bases_weights_can_tell_is_named(model, tmp_path, capsys):
+    factors = random_factors(modules_of(model))
+    zero = {key: 0 * value if "lora_B" in key else value for key, value in factors.items()}
+    dora = zero | random_vectors("lora_magnitude_vector", modules_of(model))
+    folder = write_adapter(tmp_path / "dora", dora, use_dora=True)
+    assert run("--model", model, folder) == 0
+    assert "to compare    all else, with the base's" in capsys.readouterr().out
+    biases = random_vectors("lora_B.bias", modules_of(model))
+    nothing = zero | {key: 0 * value for key, value in biases.items()}
+    assert run("--model", model, write_adapter(tmp_path / "b", nothing, lora_bias=True)) == 1
+    assert "would change nothing" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora.adapters.adapter import Adapter, Factors, TokenRows, Vector
+from jaxlora.adapters.adapter import Adapter, Factors, Site, TokenRows, Vector
 from jaxlora.adapters.base_weights import BaseWeights
 from jaxlora.adapters.modules import EMBEDDING, HEAD
 from jaxlora.adapters.pool import FactorPool
@@ -22,7 +22,7 @@ from jaxlora.parallel.mesh import make_mesh
 from tests.support.families import GOLDEN
 
 
-Q = (1, "self_attn.q_proj")
+Q: Site = (1, "self_attn.q_proj")
 
 
 @pytest.fixture(scope="module")

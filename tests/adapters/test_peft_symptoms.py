@@ -14,7 +14,7 @@ import pytest
 from jaxlora.adapters.modules import EMBEDDING, HEAD, AdaptableModule, ModuleTable, ParallelKind
 from jaxlora.adapters.placement import cut
 from jaxlora.errors import AdapterError
-from tests.support.peft_folders import DENSE, random_factors, read, write_adapter
+from tests.support.peft_folders import CONFIG, DENSE, random_factors, read, write_adapter
 
 
 def refused(folder, match: str, **options) -> None:
@@ -215,5 +215,5 @@ def test_a_tensor_of_a_second_adapter_is_called_something_else(tmp_path, name):
 def test_a_token_id_of_thousands_of_digits_fills_the_log(tmp_path, option):
     key = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
     rows = {key: np.ones((1, 6), np.float32)} if option.startswith("trainable") else {}
-    folder = write_adapter(tmp_path, random_factors() | rows, **{option: [10**4000]})
+    folder = write_adapter(tmp_path, random_factors() | rows, CONFIG | {option: [10**4000]})
     refused(folder, r"has token 10+\.\.\.; this base has tokens 0 to 99")

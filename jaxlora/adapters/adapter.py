@@ -90,6 +90,20 @@ class Adapter:
         return max(factors.rank for factors in self.factors.values())
 
     @property
+    def factors_change(self) -> bool:
+        """Whether some factors' delta, as served in float32, is other than zero for some input."""
+        return any(
+            np.float32(factors.scale * self.strength) != 0 and factors.has_effect
+            for factors in self.factors.values()
+        )
+
+    @property
+    def may_be_the_base(self) -> bool:
+        """Whether only the base's weights can tell if the adapter changes anything."""
+        dora = any(factors.magnitude is not None for factors in self.factors.values())
+        return bool(dora or self.biases or self.token_rows) and not self.factors_change
+
+    @property
     def vectors(self) -> list[tuple[Site, Vector]]:
         """Where the adapter has a gain or a bias of its own, in a fixed order."""
         gains = [site for site, factors in self.factors.items() if factors.magnitude is not None]

@@ -89,6 +89,7 @@ def check(folder: Path, base: Base, tp: int, max_rank: int | None = None) -> dic
         "biases": [base.modules.path(*site) for site in adapter.biases],
         "token_rows": {name: list(rows.ids) for name, rows in adapter.token_rows.items()},
         "compared_at_load": list(adapter.base_copies),
+        "may_be_the_base": adapter.may_be_the_base,
     }
 
 
@@ -149,6 +150,8 @@ def _as_text(report: dict[str, Any]) -> str:
         lines.append(f"  token rows    {len(ids)} of {name}")
     for name in report["compared_at_load"]:
         lines.append(f"  to compare    {name}.base_layer.weight, with the base's when it is loaded")
+    if report["may_be_the_base"]:
+        lines.append("  to compare    all else, with the base's: the factors alone change nothing")
     for module in report["modules"]:
         extras = [name for name in ("lora_bias", "dora") if module[name]]
         lines.append(

@@ -92,8 +92,8 @@ def _refuse_missing_files(files: AdapterFolder) -> None:
 def _check_tokens(config: PeftConfig, modules: ModuleTable) -> None:
     if (token := max(config.invocation_tokens, default=0)) >= modules.vocab_size:
         raise AdapterError(
-            f"{config.where}: alora_invocation_tokens has token {token}; this base has tokens 0 to "
-            f"{modules.vocab_size - 1}: an adapter of another base"
+            f"{config.where}: alora_invocation_tokens has token {show(token)}; this base "
+            f"has tokens 0 to {modules.vocab_size - 1}: an adapter of another base"
         )
 
 
@@ -135,7 +135,11 @@ def _paths(tensors: AdapterTensors, modules: ModuleTable) -> Iterator[tuple[Site
         for module in modules.modules:
             name = spelled.get(module.name, module.name)
             yield (layer, module.name), f"{prefix}.{layer}.{name}"
-    outer = {EMBEDDING: f"{prefix.removesuffix('layers')}embed_tokens", HEAD: HEAD}
+    outer = {
+        EMBEDDING: f"{prefix.removesuffix('layers')}embed_tokens",
+        # Of a text model that is whole inside another the head lies in there too.
+        HEAD: f"language_model.{HEAD}" if prefix.startswith("language_model.") else HEAD,
+    }
     for name in outer:
         # Also where the table has no such module: then the config must not mean it.
         yield (0, name), outer[name]
@@ -144,17 +148,13 @@ def _paths(tensors: AdapterTensors, modules: ModuleTable) -> Iterator[tuple[Site
 def _refuse_no_effect(adapter: Adapter, where: str) -> None:
     """Refuse an adapter whose delta is zero for every input: it would be the base by a new name.
 
-    Where it has more than factors, that waits for the base's weights.
+    Where other tensors may change something, that waits for the base's weights.
     """
     factors = adapter.factors.values()
     largest = max(abs(module.scale * adapter.strength) for module in factors)
     if largest > float(np.finfo(np.float32).max):
         raise AdapterError(f"{where}: a scale of {largest:g}, strength included, is too large")
-    waits = adapter.vectors or adapter.token_rows
-    served = (np.float32(module.scale * adapter.strength) for module in factors)
-    if not waits and not any(
-        scale != 0 and module.has_effect for scale, module in zip(served, factors, strict=True)
-    ):
+    if not adapter.factors_change and not adapter.may_be_the_base:
         raise AdapterError(f"{where}: the delta is zero everywhere: it would change nothing")
 
 

@@ -37,10 +37,11 @@ def read_biases(
             has_factors = Role.A in tensors.at.get(site, {})
             wanted = config.bias == "all" or (config.bias == "lora_only" and has_factors)
             if wanted and module.bias and site not in found:
+                older = " (peft 0.18 did not save these)" if config.bias == "lora_only" else ""
                 raise AdapterError(
                     f"{where}: bias is {config.bias!r} in {CONFIG_NAME} and there is none of "
-                    f"{modules.path(*site)} (peft 0.18 did not save these): half of what was "
-                    "trained: save it again with a newer peft"
+                    f"{modules.path(*site)}{older}: half of what was trained: save it again with a "
+                    "newer peft"
                 )
     return {
         site: tensors.vector(site, Role.BIAS, modules.module(site[1]).d_out)
@@ -63,7 +64,8 @@ def read_token_rows(
             )
         named.add(name)
         found[site[1]] = _token_rows(site, config.token_ids[name], tensors, modules)
-    if missing := config.token_ids.keys() - named:
+    tied_ids = _check_tied_rows(found, config, where) if modules.tied else ()
+    if missing := config.token_ids.keys() - named - set(tied_ids):
         raise AdapterError(
             f"{where}: trainable_token_indices in {CONFIG_NAME} names {show(min(missing))}, which "
             "has no token rows"
@@ -81,14 +83,45 @@ def read_token_rows(
     return found
 
 
+def _check_tied_rows(
+    found: dict[str, TokenRows], config: PeftConfig, where: str
+) -> tuple[str, ...]:
+    """Names in the config that need no rows, because a tied head is trained with the embedding.
+
+    Raises AdapterError where the head of the same tokens has other rows, or `ensure_weight_tying`
+    is true and it has other tokens: peft ties them, or loads no such adapter.
+    """
+    embedding = next(
+        (ids for name, ids in config.token_ids.items() if name.endswith("embed_tokens")), None
+    )
+    head = config.token_ids.get(HEAD)
+    if embedding is None or head is None:
+        return ()
+    if head != embedding:
+        if config.ensure_weight_tying:
+            raise AdapterError(
+                f"{config.where}: ensure_weight_tying is true and trainable_token_indices has "
+                "other tokens of lm_head than of embed_tokens: peft loads no such adapter"
+            )
+        return ()
+    if HEAD in found and EMBEDDING in found:
+        if not np.array_equal(found[HEAD].rows, found[EMBEDDING].rows):
+            raise AdapterError(
+                f"{where}: lm_head has other token rows than embed_tokens for the same tokens of a "
+                "base that ties the two: peft would drop one of them"
+            )
+        del found[HEAD]  # the embedding's are the head's
+    return (HEAD,)
+
+
 def _token_rows(
     site: Site, ids: tuple[int, ...], tensors: AdapterTensors, modules: ModuleTable
 ) -> TokenRows:
     where, shape = tensors.weights.where, tensors.shape(site, Role.TOKEN_ROWS)
     if max(ids) >= modules.vocab_size:
         raise AdapterError(
-            f"{where}: trainable_token_indices has token {max(ids)}; this base has tokens 0 to "
-            f"{modules.vocab_size - 1}: an adapter of another base"
+            f"{where}: trainable_token_indices has token {show(max(ids))}; this base has tokens "
+            f"0 to {modules.vocab_size - 1}: an adapter of another base"
         )
     wanted = (len(ids), modules.module(EMBEDDING).d_out)
     if shape != wanted:

@@ -35,7 +35,7 @@ from jaxlora.adapters.placement import (
 from jaxlora.adapters.pool_shape import PoolShape
 from jaxlora.adapters.routing import BASE_SLOT, AdapterTables
 from jaxlora.adapters.token_tables import TokenTables, Use
-from jaxlora.adapters.vectors import check_with_weights, compute_vectors
+from jaxlora.adapters.vectors import check_copies, check_with_weights, compute_vectors
 from jaxlora.errors import CapacityError
 from pallas_kernels.lora.tables import SIDE_A, SIDE_B, FactorTables
 
@@ -118,6 +118,14 @@ class FactorPool:
         if self.tables.tokens is not None:
             self._write_tokens(slot, adapter, runs.tokens)
         return slot
+
+    def check(self, adapter: Adapter) -> None:
+        """What `load` would refuse of an adapter whose identity key is resident: the key leaves
+        copies of the base's weights out. Raises AdapterError.
+        """
+        if adapter.base_copies:
+            assert self._base is not None, "the adapter needs the base's weights"
+            check_copies(adapter, self._base)
 
     def free(self, slot: int) -> None:
         """Give back a slot and its rows. The caller knows that no step in flight uses them."""

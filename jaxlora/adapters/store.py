@@ -21,6 +21,10 @@ class Loader(Protocol):
         """Make the adapter resident; returns its slot. Raises CapacityError, changing nothing."""
         ...
 
+    def check(self, adapter: Adapter) -> None:
+        """Raises AdapterError for what the identity key of a resident adapter leaves unsaid."""
+        ...
+
     def free(self, slot: int) -> None: ...
 
 
@@ -47,11 +51,14 @@ class AdapterStore:
     def add(self, adapter: Adapter) -> None:
         """Make an adapter resident under its name.
 
-        Raises AdapterError where the name is taken, CapacityError where there is no room.
+        Raises AdapterError where the name is taken or it does not suit the base's weights,
+        CapacityError where there is no room.
         """
         if adapter.name in self._key_of:
             raise AdapterError(f"adapter name {adapter.name!r} is given twice")
-        if adapter.key not in self._by_key:
+        if adapter.key in self._by_key:
+            self._loader.check(adapter)
+        else:
             self._by_key[adapter.key] = _Resident(adapter, self._loader.load(adapter))
         self._key_of[adapter.name] = adapter.key
 

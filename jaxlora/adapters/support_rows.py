@@ -257,7 +257,9 @@ TENSOR_ROWS = (
             "factors of routed experts are not served: train without them, or merge"),
     _tensor("MODULE.lora_A.weight, MODULE.lora_B.weight", r"\.lora_[AB](\.default)?\.weight$",
             _APPLIED, "[rank, d_in] and [d_out, rank] in F32, F16 or BF16; spellings below"),
-    _tensor("MODULE.lora_A.NAME.weight", r"\.lora_[AB]\.\w+\.weight$", _REFUSED,
+    _tensor("MODULE.lora_A.NAME.weight",
+            r"\.lora_([AB]\.\w+\.(weight|bias)|embedding_[AB]\.\w+"
+            r"|magnitude_vector\.\w+(\.weight)?)$", _REFUSED,
             "factors of a named adapter beside the default one: save one adapter a folder"),
     _tensor("MODULE.lora_a, MODULE.lora_b", r"\.lora_[ab]$", _REFUSED,
             "MLX factors: convert them to PEFT (transpose both, alpha = scale * rank)"),

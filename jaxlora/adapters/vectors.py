@@ -13,7 +13,8 @@ from jaxlora.errors import AdapterError
 def compute_vectors(adapter: Adapter, base: BaseWeights) -> list[Float[np.ndarray, "d_out"]]:
     """`adapter.vectors` in float32, in their order.
 
-    Raises AdapterError where a gain is not finite: the base has an output whose weights are zero.
+    Raises AdapterError where one is not finite: the base has an output whose weights are zero, or
+    a scale is too large.
     """
     of = {Vector.GAIN: _gain, Vector.BIAS: _bias}
     return [of[which](adapter, site, base) for site, which in adapter.vectors]
@@ -27,13 +28,8 @@ def check_with_weights(
     Raises AdapterError for a copy of the base's weights that is another's, and for an adapter that
     would change nothing.
     """
-    for name, copy in adapter.base_copies.items():
-        if not base.holds(name, copy):
-            raise AdapterError(
-                f"{adapter.source}: {name}.base_layer.weight is not this base's weight: an adapter "
-                "of another base, or of one whose embeddings were resized or trained"
-            )
-    if not any(factors.has_effect for factors in adapter.factors.values()) and not (
+    check_copies(adapter, base)
+    if not adapter.factors_change and not (
         _vectors_change(adapter, vectors, base) or _rows_change(adapter, base)
     ):
         raise AdapterError(
@@ -42,14 +38,25 @@ def check_with_weights(
         )
 
 
+def check_copies(adapter: Adapter, base: BaseWeights) -> None:
+    """Raises AdapterError for a copy of the base's weights that is another's."""
+    for name, copy in adapter.base_copies.items():
+        if not base.holds(name, copy):
+            raise AdapterError(
+                f"{adapter.source}: {name}.base_layer.weight is not this base's weight: an adapter "
+                "of another base, or of one whose embeddings were resized or trained"
+            )
+
+
 def _gain(adapter: Adapter, site: Site, base: BaseWeights) -> Float[np.ndarray, "d_out"]:
     factors = adapter.factors[site]
     assert factors.magnitude is not None
     norms = base.norms(*site, factors, factors.scale * adapter.strength)
     with np.errstate(divide="ignore", invalid="ignore"):
         gain = factors.magnitude.astype(np.float32) / norms
-    if not np.isfinite(gain).all():
-        output = int(np.flatnonzero(~np.isfinite(gain))[0])
+    wrong = ~(np.isfinite(gain) & np.isfinite(norms))
+    if wrong.any():
+        output = int(np.flatnonzero(wrong)[0])
         raise AdapterError(
             f"{adapter.source}: {base.modules.path(*site)}: DoRA divides by the norm of output "
             f"{output}'s weights, which is {norms[output]:g}"
@@ -64,8 +71,15 @@ def _bias(adapter: Adapter, site: Site, base: BaseWeights) -> Float[np.ndarray, 
     if factors is None or factors.b_bias is None:
         assert bias is not None
         return bias
-    added = np.float32(factors.scale * adapter.strength) * factors.b_bias.astype(np.float32)
-    return added if bias is None else bias + added
+    with np.errstate(over="ignore"):
+        added = np.float32(factors.scale * adapter.strength) * factors.b_bias.astype(np.float32)
+        whole = added if bias is None else bias + added
+    if not np.isfinite(whole).all():
+        raise AdapterError(
+            f"{adapter.source}: {base.modules.path(*site)}: its lora_bias times the scale of "
+            f"{factors.scale * adapter.strength:g}, strength included, is too large"
+        )
+    return whole
 
 
 def _vectors_change(adapter: Adapter, vectors: list[np.ndarray], base: BaseWeights) -> bool:

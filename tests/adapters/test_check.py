@@ -194,3 +194,16 @@ def test_a_reader_that_stops_early_sees_no_traceback(model, good):
     )
     os.close(writing)
     assert done.returncode == -signal.SIGPIPE and done.stderr == ""
+
+
+def test_what_only_the_bases_weights_can_tell_is_named(model, tmp_path, capsys):
+    factors = random_factors(modules_of(model))
+    zero = {key: 0 * value if "lora_B" in key else value for key, value in factors.items()}
+    dora = zero | random_vectors("lora_magnitude_vector", modules_of(model))
+    folder = write_adapter(tmp_path / "dora", dora, use_dora=True)
+    assert run("--model", model, folder) == 0
+    assert "to compare    all else, with the base's" in capsys.readouterr().out
+    biases = random_vectors("lora_B.bias", modules_of(model))
+    nothing = zero | {key: 0 * value for key, value in biases.items()}
+    assert run("--model", model, write_adapter(tmp_path / "b", nothing, lora_bias=True)) == 1
+    assert "would change nothing" in capsys.readouterr().out

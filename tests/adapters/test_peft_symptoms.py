@@ -3,6 +3,7 @@ symptom; the report is in its docstring."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -10,10 +11,10 @@ import os
 import numpy as np
 import pytest
 
-from jaxlora.adapters.modules import EMBEDDING, AdaptableModule, ModuleTable, ParallelKind
+from jaxlora.adapters.modules import EMBEDDING, HEAD, AdaptableModule, ModuleTable, ParallelKind
 from jaxlora.adapters.placement import cut
 from jaxlora.errors import AdapterError
-from tests.support.peft_folders import random_factors, read, write_adapter
+from tests.support.peft_folders import CONFIG, DENSE, random_factors, read, write_adapter
 
 
 def refused(folder, match: str, **options) -> None:
@@ -172,3 +173,47 @@ def test_an_adapters_files_lead_anywhere_on_the_disk(tmp_path):
     (folder / "adapter_model.safetensors").unlink()
     (folder / "adapter_model.safetensors").symlink_to("/etc/hostname")
     refused(folder, "leads out of the adapter's folder|no such file")
+
+
+def test_tokens_of_a_tied_embedding_and_head_have_one_set_of_rows(tmp_path):
+    """peft saves none of lm_head where the tokens are the same, and drops what the file has."""
+    tied = dataclasses.replace(DENSE, tied=True)
+    at = "base_model.model.{}.token_adapter.trainable_tokens_delta".format
+    rows = {at("model.embed_tokens"): np.ones((2, 6), np.float32)}
+    same = {"embed_tokens": [9, 4], "lm_head": [9, 4]}
+    adapter = read(
+        write_adapter(tmp_path / "a", random_factors() | rows, trainable_token_indices=same), tied
+    )
+    assert adapter.token_rows[HEAD] is adapter.token_rows[EMBEDDING]
+    refused(tmp_path / "a", "names 'lm_head', which has no token rows")
+    other = random_factors() | rows | {at("lm_head"): np.zeros((2, 6), np.float32)}
+    folder = write_adapter(tmp_path / "b", other, trainable_token_indices=same)
+    refused(folder, "lm_head has other token rows", modules=tied)
+    apart = {"embed_tokens": [9, 4], "lm_head": [9, 5]}
+    folder = write_adapter(tmp_path / "c", other, trainable_token_indices=apart)
+    assert read(folder, tied).token_rows[HEAD].ids == (5, 9)
+    write_adapter(tmp_path / "c", other, trainable_token_indices=apart, ensure_weight_tying=True)
+    refused(folder, "ensure_weight_tying is true and", modules=tied)
+
+
+def test_the_head_of_a_text_model_inside_another_is_targeted_and_left_out(tmp_path):
+    factors = random_factors(prefix="base_model.model.language_model.model.layers")
+    target = r"language_model\..*(q_proj|o_proj|lm_head)"
+    folder = write_adapter(tmp_path, factors, target_modules=target)
+    refused(folder, "targets language_model.lm_head, which has no factors")
+
+
+@pytest.mark.parametrize(
+    "name", ["lora_B.bob.bias", "lora_embedding_A.bob", "lora_magnitude_vector.bob.weight"]
+)
+def test_a_tensor_of_a_second_adapter_is_called_something_else(tmp_path, name):
+    extra = {f"base_model.model.model.layers.0.self_attn.q_proj.{name}": np.ones(7, np.float32)}
+    refused(write_adapter(tmp_path, random_factors() | extra), "of a named adapter")
+
+
+@pytest.mark.parametrize("option", ["trainable_token_indices", "alora_invocation_tokens"])
+def test_a_token_id_of_thousands_of_digits_fills_the_log(tmp_path, option):
+    key = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    rows = {key: np.ones((1, 6), np.float32)} if option.startswith("trainable") else {}
+    folder = write_adapter(tmp_path, random_factors() | rows, CONFIG | {option: [10**4000]})
+    refused(folder, r"has token 10+\.\.\.; this base has tokens 0 to 99")

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlora.adapters.adapter import Adapter, Factors, TokenRows, Vector
+from jaxlora.adapters.adapter import Adapter, Factors, Site, TokenRows, Vector
 from jaxlora.adapters.base_weights import BaseWeights
 from jaxlora.adapters.modules import EMBEDDING, HEAD
+from jaxlora.adapters.pool import FactorPool
+from jaxlora.adapters.pool_shape import PoolShape
+from jaxlora.adapters.store import AdapterStore
 from jaxlora.adapters.vectors import check_with_weights, compute_vectors
 from jaxlora.checkpoints import load_model
 from jaxlora.config import ModelConfig
@@ -19,7 +22,7 @@ from jaxlora.parallel.mesh import make_mesh
 from tests.support.families import GOLDEN
 
 
-Q = (1, "self_attn.q_proj")
+Q: Site = (1, "self_attn.q_proj")
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +113,38 @@ def test_a_gain_that_is_not_finite_is_refused_by_its_output(base):
     changes = {"a": a, "b": b, "magnitude": np.ones(module.d_out, np.float32)}
     message = refused(untrained(base, factors=changes), base)
     assert "model.layers.1.self_attn.q_proj: DoRA divides by the norm of output 0" in message
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_scale_that_makes_a_bias_or_a_norm_infinite_is_refused(base, bias):
+    d_out = base.modules.module(Q[1]).d_out
+    if bias:
+        changes, thing = {"b_bias": np.full(d_out, 3e38, np.float32)}, "lora_bias"
+    else:
+        changes = {"magnitude": np.ones(d_out, np.float32), "b": np.ones((d_out, 2), np.float32)}
+        thing = "DoRA divides by the norm of output 0's weights, which is inf"
+    message = refused(untrained(base, factors=changes, strength=1e25), base)
+    assert thing in message and "self_attn.q_proj" in message
+
+
+def test_a_strength_that_is_zero_in_float32_leaves_the_base(base):
+    b = np.ones((base.modules.module(Q[1]).d_out, 2), np.float32)
+    rows = TokenRows((3,), base.rows(EMBEDDING, np.array([3])))
+    adapter = untrained(base, factors={"b": b}, strength=1e-60, token_rows={EMBEDDING: rows})
+    assert "would change nothing" in refused(adapter, base)
+
+
+def test_a_second_name_with_a_copy_of_another_base_is_refused_though_its_key_is_resident(base):
+    copy = base.rows(HEAD, np.arange(101)).copy()
+    b = np.ones((base.modules.module(Q[1]).d_out, 2), np.float32)
+    first = untrained(base, factors={"b": b}, base_copies={HEAD: copy})
+    second = dataclasses.replace(first, name="other", base_copies={HEAD: copy + 1})
+    shape = PoolShape.for_adapters(
+        [first], base.modules, 1, 4, memory=None, slots=None, max_rank=None
+    )
+    store = AdapterStore(FactorPool(shape, base.modules, make_mesh(1), jnp.dtype("float32"), base))
+    store.add(first)
+    assert first.key == second.key
+    with pytest.raises(AdapterError, match="lm_head.base_layer.weight is not this base's"):
+        store.add(second)
+    assert list(store.keys) == ["new"]

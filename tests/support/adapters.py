@@ -55,5 +55,8 @@ class CountingLoader:
             raise CapacityError("no free adapter slot")
         return self.free_slots.pop()
 
+    def check(self, adapter: Adapter) -> None:
+        pass
+
     def free(self, slot: int) -> None:
         self.free_slots.append(slot)

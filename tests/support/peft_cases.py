@@ -74,6 +74,9 @@ BEYOND: dict[str, dict[str, Any]] = {
     | {"trainable_token_indices": _TOKENS[::2]},
     "everything": {"r": 2, "lora_alpha": 2, "target_modules": [*_ALL, "embed_tokens", "lm_head"]}
     | {"use_dora": True, "use_rslora": True, "bias": "all"},
+    # Of a tied base peft saves one set of rows, otherwise two.
+    "tokens_of_both": {"r": 2, "target_modules": ["v_proj"]}
+    | {"trainable_token_indices": {"embed_tokens": _TOKENS[1:8], "lm_head": _TOKENS[1:8]}},
 }
 
 # Of the prompts of 13, 5 and 22 tokens, the first two go in whole and the last in two pieces.

@@ -108,7 +108,7 @@ def _check_targets(
                 f"{config.where}: layers_to_transform has {show(layer)}; "
                 f"this base has layers 0 to {modules.num_layers - 1}"
             )
-    adapted = set(tensors.sites(Role.A))
+    adapted = dict.fromkeys(tensors.sites(Role.A))  # in order: messages repeat
     for site in adapted:
         if head_is_tied and site[1] == HEAD:
             continue  # with the embedding; the saved config does not name it

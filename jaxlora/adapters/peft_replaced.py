@@ -20,7 +20,7 @@ def read_biases(
     tensors: AdapterTensors, config: PeftConfig, modules: ModuleTable
 ) -> dict[Site, np.ndarray]:
     """The biases that `bias` of the config means, all of them and no others. AdapterError."""
-    where, found = tensors.weights.where, set(tensors.sites(Role.BIAS))
+    where, found = tensors.weights.where, dict.fromkeys(tensors.sites(Role.BIAS))
     for site in found:
         path = tensors.path(site)
         if not modules.module(site[1]).bias:

@@ -179,7 +179,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kernel-backend",
         default=config.kernel_backend,
-        help="of the LoRA kernels: xla, or triton on a GPU",
+        help="of the LoRA kernels: xla, or triton or mosaic on a GPU",
     )
     group.add_argument(
         "--seed", default=config.seed, type=int, help="of requests without one, and dummy weights"

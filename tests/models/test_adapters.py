@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tests.support import families
-from tests.support.peft_cases import GOLDEN, GOLDEN_CASES, Served, mixed_rows
-from tests.tolerances import LOGITS_ATOL
+from tests.support.peft_cases import GOLDEN, GOLDEN_CASES, Served, assert_golden, mixed_rows
 
 
 @pytest.mark.parametrize(
@@ -20,13 +18,4 @@ def test_a_mixed_batch_has_pefts_logits_and_the_bare_bases_bits(
     folders = {name: GOLDEN / family / name for name in GOLDEN_CASES[family]}
     served = Served(families.GOLDEN / family, folders, tp, layers_per_program)
     rows = mixed_rows(GOLDEN_CASES[family])
-    with np.load(GOLDEN / family / "logits.npz") as expected:
-        for row, got, bare in zip(
-            rows, served.run(rows), served.run_without_adapters(rows), strict=True
-        ):
-            if row.adapter is None:
-                np.testing.assert_array_equal(got.view(np.uint32), bare.view(np.uint32))
-                wanted = families.golden_logits(family)[row.sequence]
-            else:
-                wanted = expected[row.golden_key]
-            np.testing.assert_allclose(got, wanted, 0, LOGITS_ATOL, err_msg=str(row))
+    assert_golden(served, rows, family, GOLDEN / family)

@@ -23,6 +23,7 @@ from jaxlora.parallel.mesh import make_mesh
 from tests.support import families
 from tests.support.decoding import AdapterRows, make_programs, run
 from tests.support.families import DECODE
+from tests.tolerances import LOGITS_ATOL
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "models_adapters"
@@ -179,3 +180,17 @@ class Served:
             programs=self._without if adapters is None else self._with,
             context=max(families.PROMPTS) + DECODE,
         )
+
+
+def assert_golden(served: Served, rows: Sequence[Row], family: str, golden: Path) -> None:
+    """Rows in one batch have peft's logits, kept in `golden`; base rows the bare base's bits."""
+    with np.load(golden / "logits.npz") as expected:
+        for row, got, bare in zip(
+            rows, served.run(rows), served.run_without_adapters(rows), strict=True
+        ):
+            if row.adapter is None:
+                np.testing.assert_array_equal(got.view(np.uint32), bare.view(np.uint32))
+                wanted = families.golden_logits(family)[row.sequence]
+            else:
+                wanted = expected[row.golden_key]
+            np.testing.assert_allclose(got, wanted, 0, LOGITS_ATOL, err_msg=str(row))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +59,24 @@ def loaded_by_peft(family: str, folder: Path) -> Any:
     return peft.PeftModel.from_pretrained(make_oracle(family), folder).eval()
 
 
-@pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    family, base = request.param, make_oracle(request.param)
-    root = tmp_path_factory.mktemp(family)
+def make_case(
+    family: str, names: Iterable[str], save: Callable[[str, str, Path], None], root: Path
+) -> Case:
+    """A family's tiny model and its adapters as `save` makes them, in `root`."""
+    base = make_oracle(family)
     base.save_pretrained(root / "model")
     logits: dict[str | None, list[np.ndarray]] = {None: oracle_logits(base)}
-    folders = {name: root / name for name in ADAPTERS}
+    folders = {name: root / name for name in names}
     for name, folder in folders.items():
-        save_adapter(name, family, folder)
+        save(name, family, folder)
         logits[name] = oracle_logits(loaded_by_peft(family, folder))
-    made = Case(root / "model", folders, logits)
+    return Case(root / "model", folders, logits)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family = request.param
+    made = make_case(family, ADAPTERS, save_adapter, tmp_path_factory.mktemp(family))
     if request.config.getoption("--rewrite-golden") and family in GOLDEN_CASES:
         write_golden(GOLDEN / family, GOLDEN_CASES[family], made)
     return made

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.oracle.test_adapters import Case, assert_logits, loaded_by_peft, write_golden
+from tests.oracle.test_adapters import Case, assert_logits, loaded_by_peft, make_case, write_golden
 from tests.oracle.test_models import make_oracle, oracle_logits
 from tests.support.peft_cases import (
     ADAPTERS,
@@ -58,15 +58,8 @@ def save_adapter(name: str, family: str, folder: Any) -> None:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    family, base = request.param, make_oracle(request.param)
-    root = tmp_path_factory.mktemp(family)
-    base.save_pretrained(root / "model")
-    logits: dict[str | None, list[np.ndarray]] = {None: oracle_logits(base)}
-    folders = {name: root / name for name in (*BEYOND, *ORDINARY)}
-    for name, folder in folders.items():
-        save_adapter(name, family, folder)
-        logits[name] = oracle_logits(loaded_by_peft(family, folder))
-    made = Case(root / "model", folders, logits)
+    family, names = request.param, (*BEYOND, *ORDINARY)
+    made = make_case(family, names, save_adapter, tmp_path_factory.mktemp(family))
     if request.config.getoption("--rewrite-golden") and family in BEYOND_CASES:
         write_golden(BEYOND_GOLDEN / family, BEYOND_CASES[family], made)
     return made

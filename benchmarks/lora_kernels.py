@@ -43,7 +43,20 @@ from benchmarks.lora_table import (
     case_name,
     cases,
 )
-from pallas_kernels.lora import TILE, FactorTables, Phase, Routing, add_delta, decode_tiles
+from pallas_kernels.lora import (
+    TILE,
+    Backend,
+    FactorTables,
+    Phase,
+    Routing,
+    add_delta,
+    decode_tiles,
+    resolve,
+)
+
+
+PALLAS: tuple[Backend, ...] = ("triton", "mosaic")
+NOISE_US = 0.4  # of a pair, between runs
 
 
 def hashed(shape: tuple[int, int], seed) -> jax.Array:
@@ -98,10 +111,11 @@ def routing_of(phase: str, tokens: int, adapters: int) -> Routing:
     return (decode_routing if phase == "decode" else prefill_routing)(tokens, adapters)
 
 
-def pallas_link(shape: Shape, phase: Phase, rank: int, y, x, tables, routing, layer: int):
+def pallas_link(shape: Shape, phase: Phase, rank: int, backend: Backend, y, x, tables, *at):
+    routing, layer = at
     return add_delta(
         y, x, tables, routing, layer=layer, kinds=shape.kinds, widths=shape.widths,
-        max_rank=rank, phase=phase, backend="triton",
+        max_rank=rank, phase=phase, backend=backend,
     )  # fmt: skip
 
 
@@ -128,11 +142,16 @@ def no_link(y, x, tables, routing, layer: int):
     return y
 
 
-def chain(link, links: int):
+def chain(link, links: int, phase: Phase | None = None):
+    """A program of `links` calls; with a phase, of the Triton kernels."""
+
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def run(y, x, tables, routing):
+        if phase:
+            routing = resolve(tables, routing, phase=phase, backend="triton")
         for i in range(links):
-            y = link(y, x, tables, routing, i)
+            # Apart, or XLA makes the einsum and what follows one kernel.
+            y = lax.optimization_barrier(link(y, x, tables, routing, i))
             x = x + y[:, :1] * jnp.asarray(2**-20, x.dtype)
             y, x = lax.optimization_barrier((y, x))
         return y, x
@@ -229,14 +248,15 @@ def programs_of(shape: Shape) -> dict:
     for tokens in TOKENS:
         out["chain", "decode", tokens, 0] = chain(no_link, LINKS)
         for rank in RANKS:
-            link = functools.partial(pallas_link, shape, "decode", rank)
-            out["triton", "decode", tokens, rank] = chain(link, LINKS)
+            for name in PALLAS:
+                link = functools.partial(pallas_link, shape, "decode", rank, name)
+                out[name, "decode", tokens, rank] = chain(link, LINKS, "decode")
             link = functools.partial(einsum_link, shape, rank)
             out["einsum", "decode", tokens, rank] = chain(link, LINKS)
     out["chain", "prefill", PREFILL_TOKENS, 0] = chain(no_link, PREFILL_LINKS)
     for rank in RANKS:
-        link = functools.partial(pallas_link, shape, "prefill", rank)
-        out["triton", "prefill", PREFILL_TOKENS, rank] = chain(link, PREFILL_LINKS)
+        link = functools.partial(pallas_link, shape, "prefill", rank, "triton")
+        out["triton", "prefill", PREFILL_TOKENS, rank] = chain(link, PREFILL_LINKS, "prefill")
     return out
 
 
@@ -262,7 +282,7 @@ def measure(
         routing = routing_of(phase, tokens, adapters)
         links, how = (LINKS, {}) if decode else (PREFILL_LINKS, {"repeats": 5})
         took = {"chain": chains[tokens]} if tokens in chains else {}
-        for what in ("chain", "triton", "einsum"):
+        for what in ("chain", *PALLAS, "einsum"):
             key = (what, phase, tokens, 0 if what == "chain" else rank)
             if what not in took and key in compiled:
                 one = seconds(compiled[key], *state(shape, tokens), tables, routing, **how)
@@ -272,31 +292,40 @@ def measure(
         yield {
             "shape": shape.name, "phase": phase, "rank": rank, "tokens": tokens,
             "adapters": adapters, "floor_us": floor, "chain_us": took["chain"],
-            "triton_us": took["triton"] - took["chain"],
-            "einsum_us": took["einsum"] - took["chain"] if "einsum" in took else None,
+            **{
+                f"{what}_us": took[what] - took["chain"] if what in took else None
+                for what in (*PALLAS, "einsum")
+            },
             "peer_us": peer.get(case_name(shape, rank, (phase, tokens, adapters))),
         }  # fmt: skip
 
 
 def table(rows: list[dict]) -> str:
-    lines = [
-        "| shape | r | tokens | adapters | floor | pair | x floor | einsum | peer | its best |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    head = "| shape | r | tokens | adapters | floor | pair | x floor | mosaic | einsum | peer"
+    lines = [f"{head} | its best |", "|---|---|---|---|---|---|---|---|---|---|---|"]
     for r in rows:
-        einsum = "" if r["einsum_us"] is None else f"{r['einsum_us']:.1f}"
+        others = " | ".join(
+            "" if r[f"{what}_us"] is None else f"{r[f'{what}_us']:.1f}"
+            for what in ("mosaic", "einsum")
+        )
         peer = r["peer_us"] or {}
         grids = " | ".join(
             f"{peer[g]:.1f}" if g in peer else "" for g in ("default", "specialised")
         )
         lines.append(
             f"| {r['shape']} | {r['rank']} | {r['tokens']} | {r['adapters']} | {r['floor_us']:.2f}"
-            f" | {r['triton_us']:.1f} | {r['triton_us'] / r['floor_us']:.1f} | {einsum} | {grids} |"
+            f" | {r['triton_us']:.1f} | {r['triton_us'] / r['floor_us']:.1f} | {others} | {grids} |"
         )
-    decode = [r for r in rows if r["phase"] == "decode" and r["peer_us"]]
-    for grid in ("default", "specialised") if decode else ():
-        ratios = [r["peer_us"][grid] / r["triton_us"] for r in decode]
-        lines.append(f"peer, {grid} grid: {np.exp(np.mean(np.log(ratios))):.2f} x ours")
+    decode = [r for r in rows if r["phase"] == "decode"]
+    ours = np.asarray([r["triton_us"] for r in decode])
+    others = {what: [r[f"{what}_us"] for r in decode] for what in ("mosaic", "einsum")}
+    if all(r["peer_us"] for r in decode):
+        for grid in ("default", "specialised"):
+            others[f"peer, {grid} grid"] = [r["peer_us"][grid] for r in decode]
+    for name, us in others.items():
+        mean = np.exp(np.mean(np.log(np.asarray(us) / ours)))
+        faster = int((np.asarray(us) < ours - NOISE_US).sum())
+        lines.append(f"{name}: {mean:.2f} x ours, faster in {faster} of {len(ours)} cases")
     return "\n".join(lines)
 
 

@@ -6,13 +6,13 @@ import math
 
 
 WIDTH, HEIGHT, LEFT, TOP, PANEL, GAP = 900, 300, 60, 40, 180, 30
-SERIES = (("triton", "#1f77b4"), ("einsum", "#999999"), ("peer", "#d62728"))
+SERIES = (("triton", "#1f77b4"), ("mosaic", "#2ca02c"), ("einsum", "#999999"), ("peer", "#d62728"))
 TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 def _times(row: dict) -> dict[str, float]:
     peer = row["peer_us"]
-    found = {"triton": row["triton_us"], "einsum": row["einsum_us"]}
+    found = {name: row[f"{name}_us"] for name in ("triton", "mosaic", "einsum")}
     found["peer"] = peer["default"] if peer else None
     return {name: us for name, us in found.items() if us is not None}
 

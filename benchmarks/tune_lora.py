@@ -2,9 +2,9 @@
 
     python -m benchmarks.tune_lora [--dry-run]
 
-Every candidate of a kernel runs over module groups of Qwen3-8B layers at rank 16, call after call;
-what counts is the geometric mean of a layer's time over the cases of its phase. One choice serves a
-phase, whatever the batch: a row's bits must not depend on its neighbours.
+Every candidate of a kernel runs over module groups of Qwen3-8B layers at rank 16 ("wide": 64), call
+after call; what counts is the geometric mean of a layer's time over the cases of its phase. One
+choice serves a phase, whatever the batch: a row's bits must not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.lora_kernels import routing_of
+from benchmarks.lora_kernels import W, routing_of
 from benchmarks.lora_layers import GROUPS, MODULES, make_tables
-from pallas_kernels.lora import pallas_triton, tilings
+from pallas_kernels.lora import Phase, pallas_triton, resolve, tilings
 from pallas_kernels.lora.tilings import Choice
 
 
-LAYERS, RANK = 24, 16
+LAYERS, RANK, WIDE_RANK = 24, 16, 64
 EXPANDED = (GROUPS[0], GROUPS[2])  # the others are alike
 TRIED = {"shrink": (GROUPS[0], GROUPS[3]), "expand": EXPANDED, "delta": EXPANDED}
 CASES = {
@@ -40,15 +40,14 @@ CASES = {
 def candidates(kernel: str) -> list[Choice]:
     """Choices worth a try on a card of Hopper's kind."""
     if kernel == "decode_shrink":
-        cuts = [(256, 512, 3), (256, 1024, 3), (128, 512, 5), (128, 1024, 4)]
-        out = [Choice(16, 64, 64, c, span, w, s) for c, span, s in cuts for w in (1, 2)]
-        return [*out, Choice(16, 64, 64, 256, 512, 4, 3)]
-    if kernel in ("decode_expand", "decode_delta"):
-        cuts = [(256, 1024, 4, 3), (256, 512, 4, 3), (256, 2048, 4, 4), (128, 1024, 4, 4)]
-        cuts += [(128, 512, 2, 4), (256, 1024, 2, 3), (128, 256, 4, 1), (256, 512, 4, 1)]
-        cuts += [(128, 128, 2, 1)]
-        out = [Choice(16, 64, 64, c, span, w, s) for c, span, w, s in cuts]
-        return [*out, Choice(16, 32, 64, 256, 512, 4, 3), Choice(16, 32, 64, 128, 512, 4, 4)]
+        cuts = [(128, 256, 3), (128, 512, 2), (128, 512, 3), (128, 512, 4), (128, 1024, 4)]
+        cuts += [(256, 512, 2), (64, 512, 5)]
+        out = [Choice(16, 64, r, c, span, 2, s) for c, span, s in cuts for r in (16, 32)]
+        return [*out, Choice(16, 64, 16, 128, 512, 1, 3), Choice(16, 64, 16, 128, 512, 4, 4)]
+    if kernel.startswith(("decode_expand", "decode_delta")):
+        cuts = [(256, 256, 4, 1), (128, 256, 4, 1), (128, 128, 4, 1), (128, 128, 2, 1)]
+        cuts += [(64, 64, 2, 1), (128, 256, 2, 1), (256, 512, 4, 1), (128, 256, 4, 3)]
+        return [Choice(16, 64, 64, c, span, w, s) for c, span, w, s in cuts]
     if kernel == "prefill_shrink":
         cuts = [(64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 4, 4), (64, 64, 4, 5), (32, 128, 4, 3)]
         return [Choice(t, 0, 64, c, 2048, w, s) for t, c, w, s in cuts]
@@ -63,37 +62,48 @@ class Trial:
     tokens: int
 
     @property
-    def phase(self) -> str:
-        return self.kernel.split("_")[0]
+    def phase(self) -> Phase:
+        return "prefill" if self.kernel.startswith("prefill") else "decode"
+
+    @property
+    def what(self) -> str:
+        return self.kernel.split("_")[1].removesuffix(" wide")
+
+    @property
+    def rank(self) -> int:
+        return WIDE_RANK if self.kernel.endswith(" wide") else RANK
 
     def inputs(self):
         """A group's x, or its y and h, for every group."""
         key, out = jax.random.key(0), []
-        for group in TRIED[self.kernel.split("_")[1]]:
+        for group in TRIED[self.what]:
             d_in, d_out = MODULES[group[0]][0], sum(MODULES[k][1] for k in group)
             x = jax.random.normal(key, (self.tokens, d_in), jnp.bfloat16)
-            if self.kernel.endswith("shrink"):
+            if self.what == "shrink":
                 out.append(x)
             else:
-                splits = pallas_triton.splits(d_in, 256, self.phase)
-                h = jnp.ones((len(group), splits, self.tokens, RANK), jnp.float32) / 64
+                splits = pallas_triton.splits(d_in, W, self.phase, self.rank)
+                h = jnp.ones((len(group), splits, self.tokens, self.rank), jnp.float32) / 64
                 out.append((jax.random.normal(key, (self.tokens, d_out), jnp.bfloat16), h))
         return out
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def chain(self, state, tables, routing):
         how = {"phase": self.phase, "interpret": False, "cut_by": self.choice}
+        routing = resolve(tables, routing, phase=self.phase, backend="triton")
         made = []  # kept, so that no call is left out; they run one after the other all the same
         for layer in range(LAYERS):
-            at = (tables, routing, jnp.int32(layer))
-            for i, kinds in enumerate(TRIED[self.kernel.split("_")[1]]):
-                if self.kernel.endswith("shrink"):
+            at = (tables, routing, layer)
+            for i, kinds in enumerate(TRIED[self.what]):
+                if self.what == "shrink":
                     x = state[i]
-                    made.append(pallas_triton.shrink(x, *at, kinds=kinds, max_rank=RANK, **how))
+                    made.append(
+                        pallas_triton.shrink(x, *at, kinds=kinds, max_rank=self.rank, **how)
+                    )
                     continue
                 y, h = state[i]
                 widths = tuple(MODULES[k][1] for k in kinds)
-                if self.kernel.endswith("delta"):
+                if self.what == "delta":
                     delta = functools.partial(pallas_triton.decode_delta, dtype=y.dtype)
                     of = {"interpret": False, "cut_by": self.choice}
                     made.append(delta(h, *at, kinds=kinds, widths=widths, **of))
@@ -149,10 +159,10 @@ def main() -> None:
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         raise SystemExit("benchmarks.tune_lora: needs a GPU")
-    tables, card = make_tables(LAYERS, RANK), jax.devices()[0].device_kind
-    log = {}
+    card, log = jax.devices()[0].device_kind, {}
+    tables_of = functools.cache(functools.partial(make_tables, LAYERS))
     for kernel in options.kernels:
-        log[kernel] = tune(kernel, tables)
+        log[kernel] = tune(kernel, tables_of(WIDE_RANK if kernel.endswith(" wide") else RANK))
         if not options.dry_run:
             tilings.keep(card, {kernel: log[kernel][0]["choice"]})
         print(f"{kernel}: us a layer at {CASES[kernel.split('_')[0]]} (tokens, adapters)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +80,7 @@ class AdapterStep:
         widths: Sequence[int],
     ) -> Float[Array, "tokens d_out"]:
         how = self._how(layer, modules, widths)
-        y = lora.add_delta(y, x, self.tables.factors, self.routing, **how)
+        y = lora.add_delta(y, x, self.tables.factors, self._resolved, **how)
         return self._scaled(y, layer, modules, widths)
 
     def add_delta_to_parts(
@@ -94,7 +95,7 @@ class AdapterStep:
     ) -> Float[Array, "tokens d_out"]:
         how = self._how(layer, modules, widths)
         y = lora.add_delta_to_parts(
-            parts, x, self.tables.factors, self.routing, dtype=dtype, **how
+            parts, x, self.tables.factors, self._resolved, dtype=dtype, **how
         )  # fmt: skip
         return self._scaled(y, layer, modules, widths)
 
@@ -124,7 +125,7 @@ class AdapterStep:
         self, rows: Float[Array, "tokens hidden"], ids: Int[Array, "tokens"]
     ) -> Float[Array, "tokens hidden"]:
         kind, width = self.kinds[EMBEDDING], rows.shape[1]
-        factors, routing = self.tables.factors, self.routing
+        factors, routing = self.tables.factors, self._resolved
         h = lora.look_up(ids, factors, routing, layer=0, kind=kind, max_rank=self.max_rank)
         rows = lora.expand_add(
             rows,
@@ -159,6 +160,11 @@ class AdapterStep:
         return replace_scores(
             scores, hidden, self.tables.tokens, slots, first_id, self.max_token_rows
         )
+
+    @functools.cached_property
+    def _resolved(self) -> Routing:
+        factors = self.tables.factors
+        return lora.resolve(factors, self.routing, phase=self.phase, backend=self.backend)
 
     def _scaled(self, y: Array, layer: int, modules: Sequence[str], widths: Sequence[int]) -> Array:
         if self.vector_kinds[Vector.GAIN].isdisjoint(self._kinds(modules)):

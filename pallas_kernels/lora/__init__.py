@@ -7,6 +7,7 @@ from pallas_kernels.lora.api import (
     add_delta_to_parts,
     default_backend,
     expand_add,
+    resolve,
     shrink,
     supported_backends,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "look_up",
     "product_cut",
     "product_parts",
+    "resolve",
     "shrink",
     "sum_parts",
     "supported_backends",

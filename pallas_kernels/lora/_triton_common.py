@@ -20,6 +20,7 @@ from pallas_kernels.lora.tilings import Choice
 
 
 MAX_SPLITS = 16
+MAX_RANK_PROGRAMS = 4
 
 
 class Tiling(NamedTuple):
@@ -83,26 +84,33 @@ class Slot(NamedTuple):
     def total(self) -> Array:
         return functools.reduce(jnp.add, self.rank)
 
-    def each_tile(self, ranks: int, max_rank: int, body: Callable, carry: Any) -> Any:
+    def each_tile(
+        self, ranks: int, max_rank: int, body: Callable, carry: Any, first: Any = 0, step: int = 1
+    ) -> Any:
         """carry = body(part, first rank row of the tile, its place in h, carry), in order.
 
-        Where one tile holds any part, every part has exactly one, whatever its rank.
+        Of each part every `step`-th tile from `first` on. Where that can be one only, it is exactly
+        one, whatever the part's rank.
         """
-        start = jnp.int32(0)
+        start, skip = jnp.int32(0), first * jnp.int32(ranks)
         for p, rank in enumerate(self.rank):
-            if max_rank <= ranks:
-                carry = body(p, jnp.int32(0), start, carry)
+            if max_rank <= ranks * step:
+                carry = body(p, skip, start + skip, carry)
             else:
 
                 def tile(i, carry, p=p, start=start):
-                    return body(p, i * ranks, start + i * ranks, carry)
+                    i0 = skip + i * (ranks * step)
+                    return body(p, i0, start + i0, carry)
 
-                carry = lax.fori_loop(jnp.int32(0), ceil_div(rank, ranks), tile, carry)
+                tiles = ceil_div(rank - skip, ranks * step)
+                carry = lax.fori_loop(jnp.int32(0), tiles, tile, carry)
             start = start + rank
         return carry
 
 
 class TableRefs(NamedTuple):
+    """The slot tables, for kernels that look slots up themselves."""
+
     layer: Any
     pool: Any
     first_row: Any
@@ -117,17 +125,18 @@ class TableRefs(NamedTuple):
             [self.scale[kind, layer, slot, p] for p in parts],
         )
 
-    def tile(self, slot: Slot, p: int, i0: Array, ranks: int, c: Array, columns: int, d):
-        """[ranks, columns] of part p from rank row i0, column tile c; zero outside the factor."""
-        # In units of tiles: the compiler sees the alignment of (c rem n) * columns, but not that of
-        # a column rem w, and would read one element at a time.
-        n = jnp.int32(self.pool.shape[1] // columns)
-        row = slot.first_row[p] + lax.div(c, n) * slot.rank[p] + i0
-        inside = lax.rem(c, n) * columns
-        live = i0 + iota(ranks) < slot.rank[p]
-        live = live[:, None] & (c * columns + iota(columns) < d)[None, :]
-        at = self.pool.at[pl.ds(row, ranks), pl.ds(inside, columns)]
-        return pltriton.load(at, mask=live, other=0.0)
+
+def factor_tile(pool, slot: Slot, p: int, i0: Array, ranks: int, c: Array, columns: int, d: Any):
+    """[ranks, columns] of part p from rank row i0, column tile c; zero outside the factor."""
+    # In units of tiles: the compiler sees the alignment of (c rem n) * columns, but not that of
+    # a column rem w, and would read one element at a time.
+    n = jnp.int32(pool.shape[1] // columns)
+    row = slot.first_row[p] + lax.div(c, n) * slot.rank[p] + i0
+    inside = lax.rem(c, n) * columns
+    live = i0 + iota(ranks) < slot.rank[p]
+    live = live[:, None] & (c * columns + iota(columns) < d)[None, :]
+    at = pool.at[pl.ds(row, ranks), pl.ds(inside, columns)]
+    return pltriton.load(at, mask=live, other=0.0)
 
 
 class Outputs(NamedTuple):

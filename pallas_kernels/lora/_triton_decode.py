@@ -9,41 +9,63 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.lora._triton_common import (
     Outputs,
-    TableRefs,
+    Slot,
     Tiling,
     dot,
     dot_terms,
+    factor_tile,
     iota,
     loop,
     pick,
     sum_splits,
     terms_of,
 )
-from pallas_kernels.lora.tables import SIDE_A, SIDE_B, TILE, FactorTables, Routing
+from pallas_kernels.lora.tables import SIDE_A, SIDE_B, TILE
 
 
-@jax.jit
-def resolve(tables: FactorTables, routing: Routing) -> FactorTables:
-    """The slot tables with a tile's number in a slot's place: one look-up less in every program.
+class Entries(NamedTuple):
+    """What a decode kernel reads to find a tile's factors: `resolve`'s rows of one layer."""
 
-    Does not depend on the layer, so XLA keeps one of it in a program of many layers.
-    """
-    slots = routing.tiles[:, 0]
-    return FactorTables(
-        tables.pool,
-        tables.first_row[:, :, :, slots],
-        tables.rank[:, :, slots],
-        tables.scale[:, :, slots],
-    )
+    rows: Any  # [kinds, tiles, 4 * parts]
+
+    def slot(self, kind: Array, side: int, tile: Array) -> Slot:
+        def column(i: int) -> list[Array]:
+            return [self.rows[kind, tile, at] for at in range(i, self.rows.shape[2], 4)]
+
+        scale = [lax.bitcast_convert_type(bits, jnp.float32) for bits in column(3)]
+        return Slot(column(side), column(2), scale)
+
+
+def resolve_kernel(tiles, first_row, rank, scale, *entries):
+    """entries[layer][kind, tile] = (first row of A, of B, rank, scale's bits) of each part."""
+    layer, kind = pl.program_id(0), pl.program_id(1)
+    count = tiles.shape[0]
+    tile = iota(pl.next_power_of_2(count))
+    live = tile < count
+    slot = pltriton.load(tiles.at[tile, jnp.int32(0)], mask=live, other=0)
+
+    def found(p: int) -> list[Array]:
+        at = [first_row.at[kind, side, layer, slot, p] for side in (SIDE_A, SIDE_B)]
+        at += [table.at[kind, layer, slot, p] for table in (rank, scale)]
+        values = [pltriton.load(ref, mask=live, other=0) for ref in at]
+        return [*values[:3], lax.bitcast_convert_type(values[3], jnp.int32)]
+
+    values = [value for p in range(rank.shape[3]) for value in found(p)]
+    for i, out in enumerate(entries):
+
+        @pl.when(layer == i)
+        def _(out=out):
+            for column, value in enumerate(values):
+                pltriton.store(out.at[kind, tile, jnp.int32(column)], value, mask=live)
 
 
 def _each_tile(axis: int, tiles: int, programs: int, body: Callable[[Array], None]) -> None:
@@ -57,23 +79,22 @@ def _each_tile(axis: int, tiles: int, programs: int, body: Callable[[Array], Non
 
 
 def shrink_kernel(
-    layer,
     tiles,
+    entries,
     pool,
-    first_row,
-    rank,
-    scale,
     x_ref,
     h_ref,
     *,
     kinds,
     cut: Tiling,
     ranks,
+    rank_programs,
     programs,
     unroll,
 ):
     split, n = pl.program_id(0), pl.program_id(1)
-    tables = TableRefs(layer, pool, first_row, rank, scale)
+    n, first = lax.div(n, jnp.int32(rank_programs)), lax.rem(n, jnp.int32(rank_programs))
+    tables = Entries(entries)
     rows, d = x_ref.shape
     kind = pick(kinds, n)
 
@@ -87,7 +108,7 @@ def shrink_kernel(
                 columns = c * cut.columns + iota(cut.columns)
                 live = (tokens < rows)[:, None] & (columns < d)[None, :]
                 x = pltriton.load(x_ref.at[tokens[:, None], columns[None, :]], mask=live, other=0.0)
-                a = tables.tile(entry, p, i0, ranks, c, cut.columns, d)
+                a = factor_tile(pool, entry, p, i0, ranks, c, cut.columns, d)
                 return acc + dot(x, a, trans_b=True)
 
             acc = jnp.zeros((TILE, ranks), jnp.float32)
@@ -98,29 +119,30 @@ def shrink_kernel(
             pltriton.store(out, acc, mask=live)
             return carry
 
-        @pl.when(entry.total > 0)
+        @pl.when(entry.total > first * ranks)
         def _():
-            entry.each_tile(ranks, h_ref.shape[3], rank_tile, jnp.int32(0))
+            max_rank = h_ref.shape[3]
+            entry.each_tile(ranks, max_rank, rank_tile, jnp.int32(0), first, rank_programs)
 
     _each_tile(2, tiles.shape[0], programs, one)
 
 
-def expand_kernel(layer, tiles, pool, first_row, rank, scale, h_ref, y_ref, o_ref, **how):
+def expand_kernel(tiles, entries, pool, h_ref, y_ref, o_ref, **how):
     """o, which is y, with the deltas added."""
-    _expand(layer, tiles, pool, first_row, rank, scale, h_ref, y_ref, o_ref, **how)
+    _expand(tiles, entries, pool, h_ref, y_ref, o_ref, **how)
 
 
-def delta_kernel(layer, tiles, pool, first_row, rank, scale, h_ref, o_ref, **how):
+def delta_kernel(tiles, entries, pool, h_ref, o_ref, **how):
     """o = the deltas. Rows and kinds without one are not written."""
-    _expand(layer, tiles, pool, first_row, rank, scale, h_ref, None, o_ref, **how)
+    _expand(tiles, entries, pool, h_ref, None, o_ref, **how)
 
 
 def _expand(
-    layer, tiles, pool, first_row, rank, scale, h_ref, y_ref, o_ref, *,
+    tiles, entries, pool, h_ref, y_ref, o_ref, *,
     outputs: Outputs, ranks, programs, unroll, terms_for=None,
 ):  # fmt: skip
     j = pl.program_id(0)
-    tables = TableRefs(layer, pool, first_row, rank, scale)
+    tables = Entries(entries)
     n, kind, first, width, offset = outputs.find(j)
     columns, per_program = outputs.tilings[0][:2]
     rows, max_rank = o_ref.shape[0], h_ref.shape[3]
@@ -147,7 +169,7 @@ def _expand(
             y = None if y_ref is None else pltriton.load(y_ref.at[where], mask=mask, other=0.0)
 
             def rank_tile(p, i0, place, acc):
-                b = tables.tile(entry, p, i0, ranks, first + m, columns, width)
+                b = factor_tile(pool, entry, p, i0, ranks, first + m, columns, width)
                 return acc + dot_terms(ready[p] if ready else terms(p, i0, place), b)
 
             acc = jnp.zeros((TILE, columns), jnp.float32)

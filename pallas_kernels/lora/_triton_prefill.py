@@ -19,6 +19,7 @@ from pallas_kernels.lora._triton_common import (
     Tiling,
     dot,
     dot_terms,
+    factor_tile,
     iota,
     pick,
     sum_splits,
@@ -81,7 +82,7 @@ def shrink_kernel(
                 live = inside[:, None] & (column + iota(cut.columns) < d)[None, :]
                 at = (pl.ds(first, rows), pl.ds(column, cut.columns))
                 x = pltriton.load(x_ref.at[at], mask=live, other=0.0)
-                a = tables.tile(entry, p, i0, ranks, c, cut.columns, d)
+                a = factor_tile(pool, entry, p, i0, ranks, c, cut.columns, d)
                 return acc + dot(x, a, trans_b=True)
 
             acc = jnp.zeros((rows, ranks), jnp.float32)
@@ -129,10 +130,10 @@ def expand_kernel(
                 return where, pl.ds(place, ranks)
 
             h = sum_splits(h_ref, n, at, place, inside, there, len(entry.rank))
-            terms = terms_of(h * entry.scale[p], tables.pool.dtype, o_ref.dtype)
+            terms = terms_of(h * entry.scale[p], pool.dtype, o_ref.dtype)
 
             def one(m, acc):
-                b = tables.tile(entry, p, i0, ranks, begin + m, columns, width)
+                b = factor_tile(pool, entry, p, i0, ranks, begin + m, columns, width)
                 return acc + dot_terms(terms, b)
 
             return tuple(one(m, acc) for m, acc in enumerate(accs))

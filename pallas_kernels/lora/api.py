@@ -48,6 +48,23 @@ def default_backend(platform: str | None = None) -> Backend:
     return "triton" if platform in ("gpu", "cuda") else "xla"
 
 
+def resolve(
+    tables: FactorTables,
+    routing: Routing,
+    *,
+    phase: Phase,
+    backend: Backend | None = None,
+    interpret: bool = False,
+) -> Routing:
+    """The routing with `entries` where the backend's kernels want it, for all calls of a step.
+
+    A call whose routing has none makes its own. Raises as `shrink`.
+    """
+    if phase != "decode" or _chosen(backend, tables, interpret) != "triton":
+        return routing
+    return routing._replace(entries=pallas_triton.resolve(tables, routing, interpret=interpret))
+
+
 def shrink(
     x: Float[Array, "tokens d_in"],
     tables: FactorTables,
@@ -66,12 +83,13 @@ def shrink(
     NotImplementedError where the named backend cannot run.
     """
     _check(tables, routing, x.shape[0], kinds, max_rank, phase)
-    args = (x, tables, routing, _index(layer))
     chosen = _chosen(backend, tables, interpret)
     if chosen == "triton":
         return pallas_triton.shrink(
-            *args, kinds=kinds, max_rank=max_rank, phase=phase, interpret=interpret
-        )
+            x, tables, routing, layer,
+            kinds=kinds, max_rank=max_rank, phase=phase, interpret=interpret,
+        )  # fmt: skip
+    args = (x, tables, routing, _index(layer))
     if chosen == "mosaic":
         return mosaic_gpu.shrink(*args, kinds=kinds, max_rank=max_rank)
     return reference.shrink(*args, kinds=kinds, max_rank=max_rank, phase=phase)
@@ -101,12 +119,13 @@ def expand_add(
     wanted = (len(kinds), h.shape[1], y.shape[0], max_rank)
     if h.shape != wanted:
         raise ValueError(f"h: wanted shape {wanted}, got {h.shape}")
-    args = (y, h, tables, routing, _index(layer))
     chosen = _chosen(backend, tables, interpret)
     if chosen == "triton":
         return pallas_triton.expand_add(
-            *args, kinds=kinds, widths=widths, phase=phase, interpret=interpret
-        )
+            y, h, tables, routing, layer,
+            kinds=kinds, widths=widths, phase=phase, interpret=interpret,
+        )  # fmt: skip
+    args = (y, h, tables, routing, _index(layer))
     if chosen == "mosaic":
         return mosaic_gpu.expand_add(*args, kinds=kinds, widths=widths)
     return reference.expand_add(*args, kinds=kinds, widths=widths, max_rank=max_rank, phase=phase)
@@ -199,7 +218,7 @@ def add_delta_to_parts(
         x, tables, routing, layer=layer, max_rank=max_rank, backend=backend, **how
     )  # fmt: skip
     delta = pallas_triton.decode_delta(
-        h, tables, routing, _index(layer),
+        h, tables, routing, layer,
         kinds=kinds, widths=widths, dtype=dtype, interpret=interpret,
     )  # fmt: skip
     live = _has_delta(tables, routing)[:, layer]

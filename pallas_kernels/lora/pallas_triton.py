@@ -1,8 +1,8 @@
 """The LoRA kernels in Pallas-Triton.
 
 The cost follows the true ranks. All tile shapes follow from the table's shape alone (`w`, the
-widths, `max_rank`) and the card, never from the batch, and every sum has a fixed order. The layer
-is an operand: all layers share one compiled kernel.
+widths, `max_rank`) and the card, never from the batch, and every sum has a fixed order. What a
+layer has of its own are operands: all layers share one compiled kernel.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from pallas_kernels.lora import _triton_decode, _triton_prefill
-from pallas_kernels.lora._triton_common import MAX_SPLITS, Outputs, rank_tile, tiling
+from pallas_kernels.lora._triton_common import (
+    MAX_RANK_PROGRAMS,
+    MAX_SPLITS,
+    Outputs,
+    rank_tile,
+    tiling,
+)
 from pallas_kernels.lora.tables import FactorTables, Routing
 from pallas_kernels.lora.tilings import Choice, choice
 
@@ -36,7 +42,7 @@ def shrink(
     x: Array,
     tables: FactorTables,
     routing: Routing,
-    layer: Array,
+    layer: int | Array,
     *,
     kinds: tuple[int, ...],
     max_rank: int,
@@ -45,9 +51,9 @@ def shrink(
     cut_by: Choice | None = None,  # None: this card's
 ) -> Float[Array, "kinds splits tokens max_rank"]:
     return _shrink(
-        x, *_routed(tables, routing, phase), layer,
+        x, _operands(tables, routing, layer, phase, interpret),
         kinds=kinds, max_rank=max_rank, phase=phase, interpret=interpret,
-        choice=cut_by or choice(f"{phase}_shrink"),
+        choice=cut_by or choice(f"{phase}_shrink", max_rank),
     )  # fmt: skip
 
 
@@ -56,7 +62,7 @@ def expand_add(
     h: Array,
     tables: FactorTables,
     routing: Routing,
-    layer: Array,
+    layer: int | Array,
     *,
     kinds: tuple[int, ...],
     widths: tuple[int, ...],
@@ -65,9 +71,9 @@ def expand_add(
     cut_by: Choice | None = None,
 ) -> Float[Array, "tokens d_out"]:
     return _expand_add(
-        y, h, *_routed(tables, routing, phase), layer,
+        y, h, _operands(tables, routing, layer, phase, interpret),
         kinds=kinds, widths=widths, phase=phase, interpret=interpret,
-        choice=cut_by or choice(f"{phase}_expand"),
+        choice=cut_by or choice(f"{phase}_expand", h.shape[3]),
     )  # fmt: skip
 
 
@@ -75,7 +81,7 @@ def decode_delta(
     h: Array,
     tables: FactorTables,
     routing: Routing,
-    layer: Array,
+    layer: int | Array,
     *,
     kinds: tuple[int, ...],
     widths: tuple[int, ...],
@@ -85,26 +91,47 @@ def decode_delta(
 ) -> Float[Array, "tokens d_out"]:
     """float32 deltas for a y of `dtype`; what has none is not written."""
     return _decode_delta(
-        h, *_routed(tables, routing, "decode"), layer,
+        h, _operands(tables, routing, layer, "decode", interpret),
         kinds=kinds, widths=widths, dtype=jnp.dtype(dtype), interpret=interpret,
-        choice=cut_by or choice("decode_delta"),
+        choice=cut_by or choice("decode_delta", h.shape[3]),
     )  # fmt: skip
 
 
-def splits(d_in: int, w: int, phase: str) -> int:
+def splits(d_in: int, w: int, phase: str, max_rank: int) -> int:
     """How many partial sums of h the shrink makes."""
-    return tiling(d_in, w, choice(f"{phase}_shrink"), MAX_SPLITS).programs
+    return tiling(d_in, w, choice(f"{phase}_shrink", max_rank), MAX_SPLITS).programs
 
 
-def _routed(tables: FactorTables, routing: Routing, phase: str) -> tuple[FactorTables, Array]:
-    """The tables as the kernels of a phase index them, and what says which tokens are whose."""
-    if phase == "decode":
-        return _triton_decode.resolve(tables, routing), jnp.asarray(routing.tiles)
-    return tables, jnp.asarray(routing.segments)
+def _operands(
+    tables: FactorTables, routing: Routing, layer: int | Array, phase: str, interpret: bool
+) -> tuple[Array, ...]:
+    """What says which tokens are whose and where factors lie, for a phase. The pool is third."""
+    if phase == "prefill":
+        layer = jnp.asarray(layer, jnp.int32).reshape(1)
+        return (layer, jnp.asarray(routing.segments), *tables)
+    entries = routing.entries
+    if entries is None:
+        entries = resolve(tables, routing, interpret=interpret)
+    at = entries[layer] if isinstance(layer, int) else jnp.stack(entries)[layer]
+    return (jnp.asarray(routing.tiles), at, tables.pool)
 
 
-def _operands(tables: FactorTables, route: Array, layer: Array) -> tuple:
-    return (layer.reshape(1), route, tables.pool, tables.first_row, tables.rank, tables.scale)
+def resolve(
+    tables: FactorTables, routing: Routing, *, interpret: bool
+) -> tuple[Int[Array, "kinds tiles 4*parts"], ...]:
+    """`Routing.entries`: one dependent read in a program instead of layer, slot, factor."""
+    kinds, layers, _, parts = tables.rank.shape
+    tiles = jnp.asarray(routing.tiles)
+    shape = jax.ShapeDtypeStruct((kinds, tiles.shape[0], 4 * parts), jnp.int32)
+    entries = pl.pallas_call(
+        _triton_decode.resolve_kernel,
+        out_shape=[shape] * layers,
+        grid=(layers, kinds),
+        interpret=interpret,
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        name="lora_resolve",
+    )(tiles, tables.first_row, tables.rank, tables.scale)
+    return tuple(entries)
 
 
 def _params(choice: Choice) -> pltriton.CompilerParams:
@@ -113,17 +140,18 @@ def _params(choice: Choice) -> pltriton.CompilerParams:
 
 # The inner jit makes a program of many layers trace and lower each kernel once.
 @functools.partial(jax.jit, static_argnames=("kinds", "max_rank", "phase", "interpret", "choice"))
-def _shrink(
-    x, tables: FactorTables, route, layer, *, kinds, max_rank, phase, interpret, choice: Choice
-):
+def _shrink(x, operands, *, kinds, max_rank, phase, interpret, choice: Choice):
     tokens, d = x.shape
-    cut = tiling(d, tables.pool.shape[1], choice, MAX_SPLITS)
+    cut = tiling(d, operands[2].shape[1], choice, MAX_SPLITS)
     ranks = rank_tile(max_rank, choice)
     if phase == "decode":
-        programs = min(route.shape[0], choice.programs)
-        grid = (cut.programs, len(kinds), programs)
-        unroll = choice.stages == 1
-        body = functools.partial(_triton_decode.shrink_kernel, programs=programs, unroll=unroll)
+        programs = min(operands[0].shape[0], choice.programs)
+        rank_programs = min(pl.cdiv(max_rank, ranks), MAX_RANK_PROGRAMS)
+        grid = (cut.programs, len(kinds) * rank_programs, programs)
+        body = functools.partial(
+            _triton_decode.shrink_kernel,
+            rank_programs=rank_programs, programs=programs, unroll=choice.stages == 1,
+        )  # fmt: skip
     else:
         grid = (len(kinds), cut.programs, pl.cdiv(tokens, choice.tokens))
         body = functools.partial(_triton_prefill.shrink_kernel, rows=choice.tokens)
@@ -135,22 +163,19 @@ def _shrink(
         interpret=interpret,
         compiler_params=_params(choice),
         name=f"lora_{phase}_shrink",
-    )(*_operands(tables, route, layer), x)
+    )(*operands, x)
 
 
 @functools.partial(jax.jit, static_argnames=("kinds", "widths", "phase", "interpret", "choice"))
-def _expand_add(
-    y, h, tables: FactorTables, route, layer, *, kinds, widths, phase, interpret, choice: Choice
-):
-    outputs = Outputs.of(kinds, widths, tables.pool.shape[1], choice)
+def _expand_add(y, h, operands, *, kinds, widths, phase, interpret, choice: Choice):
+    outputs = Outputs.of(kinds, widths, operands[2].shape[1], choice)
     if phase == "decode":
-        programs = min(route.shape[0], choice.programs)
+        programs = min(operands[0].shape[0], choice.programs)
         unroll = choice.stages == 1
         body = functools.partial(_triton_decode.expand_kernel, programs=programs, unroll=unroll)
     else:
         body = functools.partial(_triton_prefill.expand_kernel, rows=choice.tokens)
         programs = pl.cdiv(y.shape[0], choice.tokens)
-    operands = _operands(tables, route, layer)
     return pl.pallas_call(
         functools.partial(body, outputs=outputs, ranks=rank_tile(h.shape[3], choice)),
         out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
@@ -163,11 +188,9 @@ def _expand_add(
 
 
 @functools.partial(jax.jit, static_argnames=("kinds", "widths", "dtype", "interpret", "choice"))
-def _decode_delta(
-    h, tables: FactorTables, route, layer, *, kinds, widths, dtype, interpret, choice: Choice
-):
-    outputs = Outputs.of(kinds, widths, tables.pool.shape[1], choice)
-    programs = min(route.shape[0], choice.programs)
+def _decode_delta(h, operands, *, kinds, widths, dtype, interpret, choice: Choice):
+    outputs = Outputs.of(kinds, widths, operands[2].shape[1], choice)
+    programs = min(operands[0].shape[0], choice.programs)
     return pl.pallas_call(
         functools.partial(
             _triton_decode.delta_kernel,
@@ -179,4 +202,4 @@ def _decode_delta(
         interpret=interpret,
         compiler_params=_params(choice),
         name="lora_decode_delta",
-    )(*_operands(tables, route, layer), h)  # fmt: skip
+    )(*operands, h)  # fmt: skip

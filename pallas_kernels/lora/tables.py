@@ -37,7 +37,7 @@ class FactorTables(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Which token of a step uses which slot. Made on the host.
+    """Which token of a step uses which slot. Made on the host, but for `entries`.
 
     `segments` rows are (slot, start, length): runs of tokens of one slot, in token order, slot 0
     left out, length 0 where unused. Only the prefill kernels read them.
@@ -45,11 +45,15 @@ class Routing(NamedTuple):
     `tiles` rows are (slot, TILE token numbers): each token with an adapter is in one tile of its
     slot. A token number past the last token fills a tile up; an unused row has slot 0. Only the
     decode kernels read them.
+
+    `entries` says for every layer where each tile's factors lie; `api.resolve` makes it of the
+    tables, once for all layers, for the kernels that want it.
     """
 
     slots: Int[Array | np.ndarray, "tokens"]
     segments: Int[Array | np.ndarray, "segments 3"]
     tiles: Int[Array | np.ndarray, "tiles 1+TILE"]
+    entries: tuple[Int[Array, "kinds tiles 4*parts"], ...] | None = None
 
 
 def decode_tiles(slots: Int[np.ndarray, "tokens"]) -> Int[np.ndarray, "tokens 1+TILE"]:

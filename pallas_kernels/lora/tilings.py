@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 
 
+NARROW_RANK = 32
 _FILE = Path(__file__).with_name("tilings.json")
 
 
@@ -49,8 +50,11 @@ def choices(device_kind: str) -> dict[str, Choice]:
     }
 
 
-def choice(kernel: str) -> Choice:
-    return choices(jax.devices()[0].device_kind)[kernel]
+def choice(kernel: str, max_rank: int) -> Choice:
+    """This card's choice for tables of slots up to `max_rank`; "wide" is one for high ranks."""
+    of_card = choices(jax.devices()[0].device_kind)
+    wide = of_card.get(f"{kernel} wide")
+    return wide if wide is not None and max_rank > NARROW_RANK else of_card[kernel]
 
 
 @functools.cache

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.lora import add_delta, expand_add, pallas_triton, shrink, supported_backends
+from pallas_kernels.lora import (
+    add_delta,
+    expand_add,
+    pallas_triton,
+    resolve,
+    shrink,
+    supported_backends,
+)
 from tests.pallas_kernels.lora import world as wd
 from tests.tolerances import LORA_KERNEL
 
@@ -143,8 +150,19 @@ def test_few_programs_that_go_through_many_tiles_give_the_same_bits(monkeypatch)
     args = (y, x, wd.world().tables, wd.routing(MIXED))
     want = wd.bits(add_delta(*args, **how))
     usual = pallas_triton.choice
-    monkeypatch.setattr(pallas_triton, "choice", lambda k: usual(k)._replace(programs=3))
+    monkeypatch.setattr(pallas_triton, "choice", lambda *of: usual(*of)._replace(programs=3))
     np.testing.assert_array_equal(wd.bits(add_delta(*args, **how)), want)
+
+
+def test_entries_made_once_give_the_same_bits(run, phase, request):
+    backend = request.node.callspec.params["run"]
+    x, y = wd.inputs(len(MIXED))
+    tables, routing = wd.world().tables, wd.routing(MIXED)
+    how = {"phase": phase, "backend": backend, "interpret": INTERPRET}
+    ready = resolve(tables, routing, **how) if phase in ("decode", "prefill") else routing
+    assert (ready.entries is not None) == (phase == "decode" and backend == "triton")
+    out = wd.run(y, x, tables, ready, jnp.int32(wd.LAYER), **how)
+    np.testing.assert_array_equal(wd.bits(out), wd.bits(run(MIXED, x, y)))
 
 
 def test_the_same_call_gives_the_same_bits(run):

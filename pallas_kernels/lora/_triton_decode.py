@@ -46,7 +46,7 @@ def resolve(tables: FactorTables, routing: Routing) -> FactorTables:
     )
 
 
-def _each_tile(axis: int, tiles: int, programs: int, body: Callable[[Array], None]) -> None:
+def each_tile(axis: int, tiles: int, programs: int, body: Callable[[Array], None]) -> None:
     """body(every `programs`-th tile) from this program's on."""
     program = pl.program_id(axis)
     for i in range(0, tiles, programs):
@@ -102,7 +102,7 @@ def shrink_kernel(
         def _():
             entry.each_tile(ranks, h_ref.shape[3], rank_tile, jnp.int32(0))
 
-    _each_tile(2, tiles.shape[0], programs, one)
+    each_tile(2, tiles.shape[0], programs, one)
 
 
 def expand_kernel(layer, tiles, pool, first_row, rank, scale, h_ref, y_ref, o_ref, **how):
@@ -167,4 +167,4 @@ def _expand(
             body = functools.partial(column_tile, ready)
             loop(per_program, body, jnp.int32(0), unroll=unroll)
 
-    _each_tile(1, tiles.shape[0], programs, one)
+    each_tile(1, tiles.shape[0], programs, one)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from pallas_kernels.lora import _triton_decode, _triton_prefill
+from pallas_kernels.lora import _triton_decode, _triton_gated, _triton_prefill
 from pallas_kernels.lora._triton_common import MAX_SPLITS, Outputs, rank_tile, tiling
 from pallas_kernels.lora.tables import FactorTables, Routing
 from pallas_kernels.lora.tilings import Choice, choice
@@ -88,6 +88,25 @@ def decode_delta(
         h, *_routed(tables, routing, "decode"), layer,
         kinds=kinds, widths=widths, dtype=jnp.dtype(dtype), interpret=interpret,
         choice=cut_by or choice("decode_delta"),
+    )  # fmt: skip
+
+
+def expand_gated(
+    y: Array,
+    h: Array,
+    tables: FactorTables,
+    routing: Routing,
+    layer: Array,
+    *,
+    kinds: tuple[int, int],
+    phase: str,
+    interpret: bool,
+    cut_by: Choice | None = None,
+) -> Float[Array, "tokens d"]:
+    """silu(gate) * up of y with the deltas added, in one kernel."""
+    return _expand_gated(
+        y, h, *_routed(tables, routing, phase), layer,
+        kinds=kinds, phase=phase, interpret=interpret, choice=cut_by or choice(f"{phase}_gate"),
     )  # fmt: skip
 
 
@@ -180,3 +199,25 @@ def _decode_delta(
         compiler_params=_params(choice),
         name="lora_decode_delta",
     )(*_operands(tables, route, layer), h)  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("kinds", "phase", "interpret", "choice"))
+def _expand_gated(
+    y, h, tables: FactorTables, route, layer, *, kinds, phase, interpret, choice: Choice
+):
+    tokens, d = y.shape[0], y.shape[1] // 2
+    cut = tiling(d, tables.pool.shape[1], choice)
+    if phase == "decode":
+        programs = min(route.shape[0], choice.programs)
+        body = functools.partial(_triton_gated.decode_kernel, programs=programs)
+    else:
+        programs = pl.cdiv(tokens, choice.tokens)
+        body = functools.partial(_triton_gated.prefill_kernel, rows=choice.tokens)
+    return pl.pallas_call(
+        functools.partial(body, kinds=kinds, cut=cut, ranks=rank_tile(h.shape[3], choice)),
+        out_shape=jax.ShapeDtypeStruct((tokens, d), y.dtype),
+        grid=(cut.programs, programs),
+        interpret=interpret,
+        compiler_params=_params(choice),
+        name=f"lora_{phase}_gate",
+    )(*_operands(tables, route, layer), h, y)

@@ -42,9 +42,10 @@ class Routing(NamedTuple):
     `segments` rows are (slot, start, length): runs of tokens of one slot, in token order, slot 0
     left out, length 0 where unused. Only the prefill kernels read them.
 
-    `tiles` rows are (slot, TILE token numbers): each token with an adapter is in one tile of its
-    slot. A token number past the last token fills a tile up; an unused row has slot 0. Only the
-    decode kernels read them.
+    `tiles` rows are (slot, TILE token numbers): each token is in one tile of its slot, those of
+    slot 0 behind the others; only the kernel that writes every row makes use of these. A token
+    number past the last token fills a tile up; an unused row has slot 0 and no token. Only the
+    decode kernels read tiles.
     """
 
     slots: Int[Array | np.ndarray, "tokens"]
@@ -57,10 +58,11 @@ def decode_tiles(slots: Int[np.ndarray, "tokens"]) -> Int[np.ndarray, "tokens 1+
     tokens = len(slots)
     tiles = np.full((tokens, 1 + TILE), tokens, np.int32)
     tiles[:, 0] = 0
-    order = np.argsort(slots, kind="stable")[np.count_nonzero(slots == 0) :]
-    ordered = slots[order]
-    place = np.arange(len(order)) - np.searchsorted(ordered, ordered)
+    key = np.where(slots == 0, np.iinfo(np.int32).max, slots)
+    order = np.argsort(key, kind="stable")
+    ordered = key[order]
+    place = np.arange(tokens) - np.searchsorted(ordered, ordered)
     tile = np.cumsum(place % TILE == 0) - 1
-    tiles[tile, 0] = ordered
+    tiles[tile, 0] = slots[order]
     tiles[tile, 1 + place % TILE] = order
     return tiles

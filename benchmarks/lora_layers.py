@@ -25,8 +25,8 @@ from jax import Array, lax
 
 from benchmarks.lora_kernels import SLOTS, W, hashed, read_bandwidth, routing_of
 from benchmarks.report import machine
-from jaxlora.adapters.routing import AdapterStep
-from jaxlora.layers.linear import linear
+from jaxlora.adapters.routing import AdapterStep, AdapterTables
+from jaxlora.layers.linear import gated_linear, linear
 from pallas_kernels.lora import FactorTables, Phase
 
 
@@ -72,21 +72,21 @@ def norm(x: Array) -> Array:
 
 def forward(x: Array, weights, tables, routing, *, phase: Phase, rank: int, adapted: bool) -> Array:
     kinds = {str(kind): kind for kind in range(len(MODULES))}
+    tables = AdapterTables(tables, None, None)
     step = AdapterStep(tables, routing, kinds, rank, phase, "triton") if adapted else None
 
     def product(x: Array, layer: int, group: int) -> Array:
         modules = tuple(map(str, GROUPS[group]))
         widths = tuple(MODULES[kind][1] for kind in GROUPS[group])
         weight = weights[layer][group]
-        return linear(
-            x, weight, x.dtype, step, layer, modules, widths, elementwise_next=group == GATE_UP
-        )
+        if group == GATE_UP:
+            return gated_linear(x, weight, None, step, layer, modules, widths)
+        return linear(x, weight, x.dtype, step, layer, modules, widths)
 
     for layer in range(len(weights)):
         heads = product(norm(x), layer, 0)[:, :HEADS]
         x = x + product(heads, layer, 1)
-        both = product(norm(x), layer, GATE_UP)
-        x = x + product(jax.nn.silu(both[:, :FFN]) * both[:, FFN:], layer, 3)
+        x = x + product(product(norm(x), layer, GATE_UP), layer, 3)
     return norm(x)
 
 

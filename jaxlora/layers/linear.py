@@ -20,7 +20,7 @@ from jaxlora.adapters.modules import AdaptableModule
 from jaxlora.layers.parameter import parameter
 from jaxlora.layers.product import product
 from jaxlora.parallel.mesh import TP_AXIS
-from pallas_kernels.lora import product_cut, product_parts, sum_parts
+from pallas_kernels.lora import Cut, gate, product_cut, product_parts, sum_parts
 
 
 class AdapterStep(Protocol):
@@ -88,12 +88,24 @@ class AdapterStep(Protocol):
         """The same for a product in parts, to be added in order and rounded to `dtype`."""
         ...
 
+    def add_delta_gated(
+        self,
+        y: Float[Array, "tokens d2"],
+        x: Float[Array, "tokens d_in"],
+        bias: Float[Array, "d2"] | None,
+        *,
+        layer: int,
+        modules: tuple[str, ...],
+        widths: tuple[int, ...],
+    ) -> Float[Array, "tokens d"]:
+        """silu(gate) * up of `add_delta` and `add_bias`; `modules` are gate and up."""
+        ...
+
 
 class ColumnLinear(nnx.Module):
     """One or several modules of the same input, d_out cut over the ranks, in one product.
 
-    A rank's weight is [first module's rows | second's | ...] of its cut. `elementwise_next`:
-    nothing but elementwise operations makes use of the outputs.
+    A rank's weight is [first module's rows | second's | ...] of its cut.
     """
 
     def __init__(
@@ -104,10 +116,7 @@ class ColumnLinear(nnx.Module):
         bias: bool,
         tp: int,
         dtype: DTypeLike,
-        *,
-        elementwise_next: bool = False,
     ) -> None:
-        self.elementwise_next = elementwise_next
         paths = {f"{prefix}.{module.name}": module for module in modules}
         self.layer = layer
         self.names = tuple(module.name for module in modules)
@@ -130,13 +139,20 @@ class ColumnLinear(nnx.Module):
         self, x: Float[Array, "tokens d_in"], adapters: AdapterStep | None
     ) -> list[Float[Array, "tokens d_out_local"]]:
         """This rank's outputs, one per module, in x's dtype."""
-        y = linear(
-            x, self.weight[...], x.dtype, adapters, self.layer, self.names, self.widths,
-            self.elementwise_next,
-        )  # fmt: skip
+        weight = self.weight[...]
+        y = linear(x, weight, x.dtype, adapters, self.layer, self.names, self.widths)
         y = _add_bias(adapters, y, self.bias, self.layer, self.names, self.widths)
         starts = [sum(self.widths[:i]) for i in range(1, len(self.widths))]
         return jnp.split(y, starts, axis=1)
+
+    def gated(
+        self, x: Float[Array, "tokens d_in"], adapters: AdapterStep | None
+    ) -> Float[Array, "tokens d_local"]:
+        """silu(gate) * up of this rank's outputs, where the modules are gate and up."""
+        bias = None if self.bias is None else self.bias[...]
+        return gated_linear(
+            x, self.weight[...], bias, adapters, self.layer, self.names, self.widths
+        )
 
 
 class RowLinear(nnx.Module):
@@ -178,27 +194,58 @@ def linear(
     layer: int,
     modules: tuple[str, ...],
     widths: tuple[int, ...],
-    elementwise_next: bool = False,
 ) -> Float[Array, "tokens d_out"]:
     """x @ weight^T in `dtype`, plus the deltas.
 
     The barriers keep what follows the same operations with and without adapters, so that base rows
-    get the same bits. Where only elementwise operations follow they do so without one, which saves
-    a launch.
+    get the same bits.
     """
     at: dict[str, Any] = {"layer": layer, "modules": modules, "widths": widths}
+    if adapters is None:
+        return _base_product(x, weight, dtype)
     cut = product_cut(x.shape[0], weight.shape, x.dtype)
     if cut is None:
-        y = product(x, weight, dtype)
-        return y if adapters is None else lax.optimization_barrier(adapters.add_delta(y, x, **at))
-    x = lax.optimization_barrier(x)
-    parts = lax.optimization_barrier(product_parts(x, weight, dtype=dtype, cut=cut))
-    if adapters is None:
-        y = sum_parts(parts, dtype)
+        y = adapters.add_delta(product(x, weight, dtype), x, **at)
     else:
+        parts = _product_parts(x, weight, dtype, cut)
         y = adapters.add_delta_to_parts(parts, x, dtype=dtype, **at)
-    fused = cut.splits == 1 and (adapters is None or elementwise_next)
-    return y if fused else lax.optimization_barrier(y)
+    return lax.optimization_barrier(y)
+
+
+def gated_linear(
+    x: Float[Array, "tokens d_in"],
+    weight: Float[Array, "d2 d_in"],
+    bias: Float[Array, "d2"] | None,
+    adapters: AdapterStep | None,
+    layer: int,
+    modules: tuple[str, ...],
+    widths: tuple[int, ...],
+) -> Float[Array, "tokens d"]:
+    """silu(gate) * up of gate and up, x @ weight^T plus the deltas and the bias, in x's dtype.
+
+    Made of the same product with and without adapters. The deltas need x alone, so that they can be
+    made beside it.
+    """
+    y = _base_product(x, weight, x.dtype)
+    if adapters is None:
+        return gate(y if bias is None else y + bias[None])
+    return adapters.add_delta_gated(y, x, bias, layer=layer, modules=modules, widths=widths)
+
+
+def _base_product(
+    x: Float[Array, "tokens d_in"], weight: Float[Array, "d_out d_in"], dtype: DTypeLike
+) -> Float[Array, "tokens d_out"]:
+    """x @ weight^T in `dtype`, the same isolated operations in every program."""
+    cut = product_cut(x.shape[0], weight.shape, x.dtype)
+    if cut is None:
+        return product(x, weight, dtype)
+    y = sum_parts(_product_parts(x, weight, dtype, cut), dtype)
+    return y if cut.splits == 1 else lax.optimization_barrier(y)
+
+
+def _product_parts(x: Array, weight: Array, dtype: DTypeLike, cut: Cut) -> Array:
+    parts = product_parts(lax.optimization_barrier(x), weight, dtype=dtype, cut=cut)
+    return lax.optimization_barrier(parts)
 
 
 def _add_bias(

@@ -13,7 +13,7 @@ from pallas_kernels.lora.api import (
 )
 from pallas_kernels.lora.gated import gate
 from pallas_kernels.lora.lookup import look_up
-from pallas_kernels.lora.product import product_cut, product_parts, sum_parts
+from pallas_kernels.lora.product import Cut, product_cut, product_parts, sum_parts
 from pallas_kernels.lora.tables import SIDE_A, SIDE_B, TILE, FactorTables, Routing, decode_tiles
 
 
@@ -22,6 +22,7 @@ __all__ = [
     "SIDE_B",
     "TILE",
     "Backend",
+    "Cut",
     "FactorTables",
     "Phase",
     "Routing",

@@ -1,7 +1,7 @@
 """Add LoRA deltas of many adapters to a batch: y += scale * B (A x), by each token's own slot.
 
-`shrink` makes h = A x, `expand_add` adds scale * B h, `add_delta` does both, `add_delta_gated` makes
-silu(gate) * up of the sums too. Products and sums are float32 throughout (never TF32); the delta is
+`shrink` makes h = A x, `expand_add` adds scale * B h, `add_delta` does both; `add_delta_gated` is
+silu(gate) * up of such sums. Products and sums are float32 throughout (never TF32); the delta is
 added in float32 and the sum cast to y's dtype.
 
 What holds for every backend:

@@ -210,20 +210,23 @@ def test_partials_are_few_and_tiles_lie_inside_a_column_block(card):
 
 
 @pytest.mark.parametrize("slots", [(), (0,), (3,), (2, 0, 4, 1, 4, 0, 5), (7,) * 40, (0, 9) * 30])
-def test_decode_tiles_hold_every_token_with_an_adapter_once(slots):
+def test_decode_tiles_hold_every_token_once_those_of_slot_0_last(slots):
     slots = np.asarray(slots, np.int32)
     tiles = decode_tiles(slots)
     assert tiles.shape == (len(slots), 1 + TILE)
+    used = sum(-(-n // TILE) for n in np.bincount(slots))
     seen = []
-    for slot, *tokens in tiles:
+    for i, (slot, *tokens) in enumerate(tiles):
         real = [t for t in tokens if t < len(slots)]
+        assert bool(real) == (i < used)
+        assert tokens == real + [len(slots)] * (TILE - len(real))
         assert slot == 0 or real
         assert all(slots[t] == slot for t in real)
         seen += real
-    assert sorted(seen) == list(np.flatnonzero(slots))
-    used = np.count_nonzero(tiles[:, 0])
-    assert (tiles[:used, 0] > 0).all()
-    assert used == sum(-(-n // TILE) for n in np.bincount(slots)[1:])
+    assert sorted(seen) == list(range(len(slots)))
+    with_adapter = np.count_nonzero(tiles[:, 0])
+    assert (tiles[:with_adapter, 0] > 0).all()
+    assert with_adapter == sum(-(-n // TILE) for n in np.bincount(slots)[1:])
 
 
 def test_tables_of_different_shapes_are_refused():

@@ -4,8 +4,9 @@
 
 Every layer has weights and factors of its own. Between the four products lie only a norm, the
 activation and the residual; all seven modules are adapted at rank 16. The chain is one jitted
-program with donated state, as a step is; "added" is its time with deltas less its time without,
-over the number of layers. The floor is what the factors of the distinct adapters take to be read.
+program with donated state, compiled with the options of an engine's step; "added" is its time with
+deltas less its time without, over the number of layers. The floor is what the factors of the
+distinct adapters take to be read.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from jax import Array, lax
 
 from benchmarks.lora_kernels import SLOTS, W, hashed, read_bandwidth, routing_of
 from benchmarks.report import machine
-from jaxlora.adapters.routing import AdapterStep
-from jaxlora.layers.linear import linear
+from jaxlora.adapters.routing import AdapterStep, AdapterTables
+from jaxlora.layers.linear import gated_linear, linear
 from pallas_kernels.lora import FactorTables, Phase
 
 
@@ -72,21 +73,21 @@ def norm(x: Array) -> Array:
 
 def forward(x: Array, weights, tables, routing, *, phase: Phase, rank: int, adapted: bool) -> Array:
     kinds = {str(kind): kind for kind in range(len(MODULES))}
+    tables = AdapterTables(tables, None, None)
     step = AdapterStep(tables, routing, kinds, rank, phase, "triton") if adapted else None
 
     def product(x: Array, layer: int, group: int) -> Array:
         modules = tuple(map(str, GROUPS[group]))
         widths = tuple(MODULES[kind][1] for kind in GROUPS[group])
         weight = weights[layer][group]
-        return linear(
-            x, weight, x.dtype, step, layer, modules, widths, elementwise_next=group == GATE_UP
-        )
+        if group == GATE_UP:
+            return gated_linear(x, weight, None, step, layer, modules, widths)
+        return linear(x, weight, x.dtype, step, layer, modules, widths)
 
     for layer in range(len(weights)):
         heads = product(norm(x), layer, 0)[:, :HEADS]
         x = x + product(heads, layer, 1)
-        both = product(norm(x), layer, GATE_UP)
-        x = x + product(jax.nn.silu(both[:, :FFN]) * both[:, FFN:], layer, 3)
+        x = x + product(product(norm(x), layer, GATE_UP), layer, 3)
     return norm(x)
 
 
@@ -95,32 +96,37 @@ def program(phase: Phase, rank: int, adapted: bool, options: dict | None = None)
     return jax.jit(step, donate_argnums=0, compiler_options=options)
 
 
-def seconds(compiled, x, weights, tables, routings, repeats: int, rounds: int = 3) -> float:
-    """One run of the chain: the median round. The routings take turns."""
-    for routing in routings:
-        x = compiled(x, weights, tables, routing)
-    times = []
+def seconds(runs: list, x, weights, tables, routing, repeats: int, rounds: int = 7) -> list[float]:
+    """One run of each chain: the median round. The chains take turns, round by round.
+
+    A card at its power limit runs faster or slower as the seconds go; turns share that out.
+    """
+    times: list[list[float]] = [[] for _ in runs]
+    for run in runs:
+        x = run(x, weights, tables, routing)
     for _ in range(rounds):
-        jax.block_until_ready(x)
-        start = time.perf_counter()
-        for i in range(repeats):
-            x = compiled(x, weights, tables, routings[i % len(routings)])
-        jax.block_until_ready(x)
-        times.append((time.perf_counter() - start) / repeats)
-    return float(np.median(times))
+        for run, of_run in zip(runs, times, strict=True):
+            jax.block_until_ready(x)
+            start = time.perf_counter()
+            for _ in range(repeats):
+                x = run(x, weights, tables, routing)
+            jax.block_until_ready(x)
+            of_run.append((time.perf_counter() - start) / repeats)
+    return [float(np.median(of_run)) for of_run in times]
 
 
 def start_state(tokens: int) -> Array:
     return jax.random.normal(jax.random.key(1), (tokens, HIDDEN), jnp.bfloat16)
 
 
-def compile_all(cases, rank: int, weights, tables, modes: dict) -> dict:
-    """(phase, tokens, adapted, mode) -> compiled, several at a time."""
-    keys = sorted({(phase, t, lora, m) for phase, t, _ in cases for lora in (0, 1) for m in modes})
+def compile_all(cases, rank: int, weights, tables) -> dict:
+    """(phase, tokens, adapted) -> compiled, several at a time."""
+    keys = sorted({(phase, tokens, lora) for phase, tokens, _ in cases for lora in (0, 1)})
 
     def one(key):
-        phase, tokens, adapted, mode = key
-        run = program(phase, rank, bool(adapted), modes[mode])
+        phase, tokens, adapted = key
+        options = CONCURRENT if phase == "decode" and adapted else None
+        run = program(phase, rank, bool(adapted), options)
         x = jax.eval_shape(functools.partial(start_state, tokens))
         return key, run.lower(x, weights, tables, routing_of(phase, tokens, 1)).compile()
 
@@ -128,37 +134,29 @@ def compile_all(cases, rank: int, weights, tables, modes: dict) -> dict:
         return dict(pool.map(one, keys))
 
 
-def measure(cases, rank: int, weights, tables, modes: dict, bandwidth: float):
-    compiled = compile_all(cases, rank, weights, tables, modes)
+def measure(cases, rank: int, weights, tables, bandwidth: float):
+    compiled = compile_all(cases, rank, weights, tables)
     layers = len(weights)
-    bases: dict = {}
     for phase, tokens, adapters in cases:
-        repeats = 20 if phase == "decode" else 3
-        routings = [routing_of(phase, tokens, adapters)]
-        for mode in modes:
-            took = {}
-            for adapted in (0, 1):
-                if not adapted and (phase, tokens, mode) in bases:
-                    continue
-                run, x = compiled[phase, tokens, adapted, mode], start_state(tokens)
-                one = seconds(run, x, weights, tables, routings, repeats)
-                took[adapted] = one / layers * 1e6
-            base = bases.setdefault((phase, tokens, mode), took.get(0))
-            factors = adapters * sum(a + b for a, b in MODULES) * rank * 2
-            yield {
-                "phase": phase, "tokens": tokens, "adapters": adapters, "rank": rank, "mode": mode,
-                "base_us": base, "added_us": took[1] - base,
-                "factors_us": factors / bandwidth * 1e6,
-            }  # fmt: skip
+        repeats = 20 if phase == "decode" else 2
+        routing = routing_of(phase, tokens, adapters)
+        runs = [compiled[phase, tokens, adapted] for adapted in (0, 1)]
+        took = seconds(runs, start_state(tokens), weights, tables, routing, repeats)
+        base, whole = (one / layers * 1e6 for one in took)
+        factors = adapters * sum(a + b for a, b in MODULES) * rank * 2
+        yield {
+            "phase": phase, "tokens": tokens, "adapters": adapters, "rank": rank,
+            "base_us": base, "added_us": whole - base, "factors_us": factors / bandwidth * 1e6,
+        }  # fmt: skip
 
 
 def table(rows: list[dict]) -> str:
-    lines = ["| phase | tokens | adapters | mode | base µs | added µs | % | factors' floor µs |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines = ["| phase | tokens | adapters | base µs | added µs | % | factors' floor µs |"]
+    lines.append("|---|---|---|---|---|---|---|")
     for r in rows:
         share = 100 * r["added_us"] / r["base_us"]
         lines.append(
-            f"| {r['phase']} | {r['tokens']} | {r['adapters']} | {r['mode']} | {r['base_us']:.1f}"
+            f"| {r['phase']} | {r['tokens']} | {r['adapters']} | {r['base_us']:.1f}"
             f" | {r['added_us']:.1f} | {share:.0f} | {r['factors_us']:.1f} |"
         )
     return "\n".join(lines)
@@ -176,8 +174,7 @@ def main() -> None:
         raise SystemExit("benchmarks.lora_layers: needs a GPU")
     weights, tables = make_weights(options.layers), make_tables(options.layers, options.rank)
     bandwidth = read_bandwidth()
-    modes = {"default": None, "concurrent": CONCURRENT}
-    rows = list(measure(CASES, options.rank, weights, tables, modes, bandwidth))
+    rows = list(measure(CASES, options.rank, weights, tables, bandwidth))
     result = {"machine": machine(), "read_bandwidth": bandwidth, "cases": rows}
     if path:
         path.write_text(json.dumps(result, indent=1))

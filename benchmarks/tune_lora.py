@@ -4,7 +4,9 @@
 
 Every candidate of a kernel runs over module groups of Qwen3-8B layers at rank 16 ("wide": 64), call
 after call; what counts is the geometric mean of a layer's time over the cases of its phase. One
-choice serves a phase, whatever the batch: a row's bits must not depend on its neighbours.
+choice serves a phase, whatever the batch: a row's bits must not depend on its neighbours. The
+shrink beside a product is not tuned here: it must cut d_in as the one alone does, and what counts
+for it is benchmarks.lora_layers.
 """
 
 from __future__ import annotations
@@ -24,13 +26,18 @@ import numpy as np
 
 from benchmarks.lora_kernels import W, routing_of
 from benchmarks.lora_layers import GROUPS, MODULES, make_tables
-from pallas_kernels.lora import Phase, pallas_triton, resolve, tilings
+from pallas_kernels.lora import Phase, gate, pallas_triton, resolve, tilings
 from pallas_kernels.lora.tilings import Choice
 
 
 LAYERS, RANK, WIDE_RANK = 24, 16, 64
 EXPANDED = (GROUPS[0], GROUPS[2])  # the others are alike
-TRIED = {"shrink": (GROUPS[0], GROUPS[3]), "expand": EXPANDED, "delta": EXPANDED}
+TRIED = {
+    "shrink": (GROUPS[0], GROUPS[3]),
+    "expand": EXPANDED,
+    "delta": EXPANDED,
+    "gate": (GROUPS[2],),
+}
 CASES = {
     "decode": [(1, 1), (64, 1), (64, 64)],
     "prefill": [(8192, 1), (8192, 32)],
@@ -51,8 +58,18 @@ def candidates(kernel: str) -> list[Choice]:
     if kernel == "prefill_shrink":
         cuts = [(64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 4, 4), (64, 64, 4, 5), (32, 128, 4, 3)]
         return [Choice(t, 0, 64, c, 2048, w, s) for t, c, w, s in cuts]
+    if kernel == "prefill_gate":
+        cuts = [(32, 128, 4), (16, 128, 4), (16, 256, 4), (32, 64, 4), (32, 128, 8), (64, 128, 8)]
+        return [Choice(t, 0, 64, c, c, w, 1) for t, c, w in cuts]
+    if kernel == "gate":
+        cuts = [(4, 256), (8, 256), (16, 256), (4, 512), (2, 1024), (4, 1024)]
+        return [Choice(t, 0, 0, c, c, 4, 1) for t, c in cuts]
     cuts = [(32, 128, 4), (16, 128, 2), (16, 256, 2), (16, 256, 4), (16, 512, 4), (16, 512, 8)]
     return [Choice(t, 0, 64, min(c, 256), c, w, 1) for t, c, w in cuts]
+
+
+def phase_of(kernel: str) -> Phase:
+    return "decode" if kernel.startswith("decode") else "prefill"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +80,11 @@ class Trial:
 
     @property
     def phase(self) -> Phase:
-        return "prefill" if self.kernel.startswith("prefill") else "decode"
+        return phase_of(self.kernel)
 
     @property
     def what(self) -> str:
-        return self.kernel.split("_")[1].removesuffix(" wide")
+        return self.kernel.split("_")[-1].removesuffix(" wide")
 
     @property
     def rank(self) -> int:
@@ -102,6 +119,13 @@ class Trial:
                     )
                     continue
                 y, h = state[i]
+                if self.kernel == "gate":
+                    made.append(gate(y, cut_by=self.choice))
+                    continue
+                if self.what == "gate":
+                    of = {"kinds": kinds, "interpret": False, "cut_by": self.choice}
+                    made.append(pallas_triton.prefill_gate(y, h, *at, **of))
+                    continue
                 widths = tuple(MODULES[k][1] for k in kinds)
                 if self.what == "delta":
                     delta = functools.partial(pallas_triton.decode_delta, dtype=y.dtype)
@@ -133,7 +157,7 @@ def seconds(compiled, state, tables, routing, repeats: int) -> float:
 
 def tune(kernel: str, tables) -> list[dict]:
     """Every candidate's µs a layer, the best first."""
-    phase = kernel.split("_")[0]
+    phase = phase_of(kernel)
     cases = CASES[phase]
     trials = [Trial(kernel, c, t) for c in candidates(kernel) for t in {t for t, _ in cases}]
     with ThreadPoolExecutor(12) as pool:
@@ -154,7 +178,8 @@ def tune(kernel: str, tables) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tunes the LoRA kernels on this card.")
-    parser.add_argument("--kernels", nargs="+", default=list(tilings.choices("")))
+    alone = [name for name in tilings.choices("") if not name.endswith(" beside")]
+    parser.add_argument("--kernels", nargs="+", choices=alone, default=alone)
     parser.add_argument("--dry-run", action="store_true", help="print, but keep nothing")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -165,7 +190,7 @@ def main() -> None:
         log[kernel] = tune(kernel, tables_of(WIDE_RANK if kernel.endswith(" wide") else RANK))
         if not options.dry_run:
             tilings.keep(card, {kernel: log[kernel][0]["choice"]})
-        print(f"{kernel}: us a layer at {CASES[kernel.split('_')[0]]} (tokens, adapters)")
+        print(f"{kernel}: us a layer at {CASES[phase_of(kernel)]} (tokens, adapters)")
         for row in log[kernel]:
             us = " ".join(f"{us:7.1f}" for us in row["us"])
             print("  ", us, *(f"{k} {v}" for k, v in row["choice"].items()), flush=True)

@@ -6,6 +6,9 @@ PEFT_DELTA_RTOL = 1e-6
 # LoRA kernels against float64, by y's dtype: error over the sum of the magnitudes that were added.
 LORA_KERNEL = {"float32": 1e-6, "bfloat16": 2**-8}
 
+# silu(gate) * up against float64, by dtype, relative: a few float32 operations, rounded once.
+GATED = {"float32": 1e-6, "bfloat16": 2**-8}
+
 # float32 logits of a tiny model against transformers': largest absolute difference.
 LOGITS_ATOL = 1e-4
 

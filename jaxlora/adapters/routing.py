@@ -99,6 +99,24 @@ class AdapterStep:
         )  # fmt: skip
         return self._scaled(y, layer, modules, widths)
 
+    def add_delta_gated(
+        self,
+        y: Float[Array, "tokens d2"],
+        x: Float[Array, "tokens d_in"],
+        bias: Float[Array, "d2"] | None,
+        *,
+        layer: int,
+        modules: Sequence[str],
+        widths: Sequence[int],
+    ) -> Float[Array, "tokens d"]:
+        kinds = self._kinds(modules)
+        if bias is None and all(having.isdisjoint(kinds) for having in self.vector_kinds):
+            how = self._how(layer, modules, widths)
+            return lora.add_delta_gated(y, x, self.tables.factors, self._resolved, **how)
+        at: dict[str, Any] = {"layer": layer, "modules": modules, "widths": widths}
+        y = jax.lax.optimization_barrier(self.add_delta(y, x, **at))
+        return lora.gate(self.add_bias(y, bias, **at))
+
     def add_bias(
         self,
         y: Float[Array, "tokens d_out"],

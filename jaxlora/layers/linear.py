@@ -20,7 +20,7 @@ from jaxlora.adapters.modules import AdaptableModule
 from jaxlora.layers.parameter import parameter
 from jaxlora.layers.product import product
 from jaxlora.parallel.mesh import TP_AXIS
-from pallas_kernels.lora import product_cut, product_parts, sum_parts
+from pallas_kernels.lora import gate, product_cut, product_parts, sum_parts
 
 
 class AdapterStep(Protocol):
@@ -88,12 +88,24 @@ class AdapterStep(Protocol):
         """The same for a product in parts, to be added in order and rounded to `dtype`."""
         ...
 
+    def add_delta_gated(
+        self,
+        y: Float[Array, "tokens d2"],
+        x: Float[Array, "tokens d_in"],
+        bias: Float[Array, "d2"] | None,
+        *,
+        layer: int,
+        modules: tuple[str, ...],
+        widths: tuple[int, ...],
+    ) -> Float[Array, "tokens d"]:
+        """silu(gate) * up of `add_delta` and `add_bias`; `modules` are gate and up."""
+        ...
+
 
 class ColumnLinear(nnx.Module):
     """One or several modules of the same input, d_out cut over the ranks, in one product.
 
-    A rank's weight is [first module's rows | second's | ...] of its cut. `elementwise_next`:
-    nothing but elementwise operations makes use of the outputs.
+    A rank's weight is [first module's rows | second's | ...] of its cut.
     """
 
     def __init__(
@@ -104,10 +116,7 @@ class ColumnLinear(nnx.Module):
         bias: bool,
         tp: int,
         dtype: DTypeLike,
-        *,
-        elementwise_next: bool = False,
     ) -> None:
-        self.elementwise_next = elementwise_next
         paths = {f"{prefix}.{module.name}": module for module in modules}
         self.layer = layer
         self.names = tuple(module.name for module in modules)
@@ -130,13 +139,19 @@ class ColumnLinear(nnx.Module):
         self, x: Float[Array, "tokens d_in"], adapters: AdapterStep | None
     ) -> list[Float[Array, "tokens d_out_local"]]:
         """This rank's outputs, one per module, in x's dtype."""
-        y = linear(
-            x, self.weight[...], x.dtype, adapters, self.layer, self.names, self.widths,
-            self.elementwise_next,
-        )  # fmt: skip
+        weight = self.weight[...]
+        y = linear(x, weight, x.dtype, adapters, self.layer, self.names, self.widths)
         y = _add_bias(adapters, y, self.bias, self.layer, self.names, self.widths)
         starts = [sum(self.widths[:i]) for i in range(1, len(self.widths))]
         return jnp.split(y, starts, axis=1)
+
+    def gated(
+        self, x: Float[Array, "tokens d_in"], adapters: AdapterStep | None
+    ) -> Float[Array, "tokens d_local"]:
+        """silu(gate) * up of this rank's outputs, where the modules are gate and up."""
+        return gated_linear(
+            x, self.weight[...], self.bias, adapters, self.layer, self.names, self.widths
+        )
 
 
 class RowLinear(nnx.Module):
@@ -199,6 +214,25 @@ def linear(
         y = adapters.add_delta_to_parts(parts, x, dtype=dtype, **at)
     fused = cut.splits == 1 and (adapters is None or elementwise_next)
     return y if fused else lax.optimization_barrier(y)
+
+
+def gated_linear(
+    x: Float[Array, "tokens d_in"],
+    weight: Float[Array, "d2 d_in"],
+    bias: nnx.Param | None,
+    adapters: AdapterStep | None,
+    layer: int,
+    modules: tuple[str, ...],
+    widths: tuple[int, ...],
+) -> Float[Array, "tokens d"]:
+    """silu(gate) * up of gate and up, x @ weight^T plus the deltas and the bias, in x's dtype."""
+    own_product = product_cut(x.shape[0], weight.shape, x.dtype) is not None
+    if adapters is None or own_product:
+        y = linear(x, weight, x.dtype, adapters, layer, modules, widths, elementwise_next=True)
+        return gate(_add_bias(adapters, y, bias, layer, modules, widths))
+    at: dict[str, Any] = {"layer": layer, "modules": modules, "widths": widths}
+    y = product(x, weight, x.dtype)
+    return adapters.add_delta_gated(y, x, None if bias is None else bias[...], **at)
 
 
 def _add_bias(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
@@ -29,13 +28,10 @@ class GatedMLP(nnx.Module):
         self, config: ModelConfig, layer: int, prefix: str, bias: bool, tp: int, dtype: DTypeLike
     ) -> None:
         gate, up, down = mlp_modules(config)
-        self.gate_up = ColumnLinear(
-            layer, prefix, (gate, up), bias, tp, dtype, elementwise_next=True
-        )
+        self.gate_up = ColumnLinear(layer, prefix, (gate, up), bias, tp, dtype)
         self.down = RowLinear(layer, prefix, down, bias, tp, dtype)
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], adapters: AdapterStep | None
     ) -> Float[Array, "tokens hidden"]:
-        gate, up = self.gate_up(x, adapters)
-        return self.down(jax.nn.silu(gate) * up, adapters)
+        return self.down(self.gate_up.gated(x, adapters), adapters)

@@ -4,6 +4,7 @@ from pallas_kernels.lora.api import (
     Backend,
     Phase,
     add_delta,
+    add_delta_gated,
     add_delta_to_parts,
     default_backend,
     expand_add,
@@ -11,6 +12,7 @@ from pallas_kernels.lora.api import (
     shrink,
     supported_backends,
 )
+from pallas_kernels.lora.gated import gate
 from pallas_kernels.lora.lookup import look_up
 from pallas_kernels.lora.product import product_cut, product_parts, sum_parts
 from pallas_kernels.lora.tables import SIDE_A, SIDE_B, TILE, FactorTables, Routing, decode_tiles
@@ -25,10 +27,12 @@ __all__ = [
     "Phase",
     "Routing",
     "add_delta",
+    "add_delta_gated",
     "add_delta_to_parts",
     "decode_tiles",
     "default_backend",
     "expand_add",
+    "gate",
     "look_up",
     "product_cut",
     "product_parts",

@@ -28,7 +28,7 @@ from pallas_kernels.lora._triton_common import (
 from pallas_kernels.lora.tables import SIDE_A, SIDE_B
 
 
-def _each_segment(segments_ref, first: Array, rows: int, body: Callable, carry: Any) -> Any:
+def each_segment(segments_ref, first: Array, rows: int, body: Callable, carry: Any) -> Any:
     """carry = body(slot, [tokens] bool, carry) over the segments in the tile from `first`."""
     count = segments_ref.shape[0]
     index = iota(pl.next_power_of_2(count))
@@ -94,7 +94,7 @@ def shrink_kernel(
 
         return entry.each_tile(ranks, h_ref.shape[3], rank_tile, carry)
 
-    _each_segment(segments, first, rows, segment, jnp.int32(0))
+    each_segment(segments, first, rows, segment, jnp.int32(0))
 
 
 def expand_kernel(
@@ -153,4 +153,4 @@ def expand_kernel(
             pltriton.store(o_ref.at[place], y, mask=mask)
         return carry
 
-    _each_segment(segments, first, rows, segment, jnp.int32(0))
+    each_segment(segments, first, rows, segment, jnp.int32(0))

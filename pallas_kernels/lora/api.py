@@ -1,7 +1,8 @@
 """Add LoRA deltas of many adapters to a batch: y += scale * B (A x), by each token's own slot.
 
-`shrink` makes h = A x, `expand_add` adds scale * B h, `add_delta` does both. Products and sums are
-float32 throughout (never TF32); the delta is added in float32 and the sum cast to y's dtype.
+`shrink` makes h = A x, `expand_add` adds scale * B h, `add_delta` does both; `add_delta_gated` is
+silu(gate) * up of such sums. Products and sums are float32 throughout (never TF32); the delta is
+added in float32 and the sum cast to y's dtype.
 
 What holds for every backend:
 
@@ -24,11 +25,12 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.lora import mosaic_gpu, pallas_triton, reference
+from pallas_kernels.lora.gated import gate, in_pallas
 from pallas_kernels.lora.product import add_parts_and_delta, sum_parts
 from pallas_kernels.lora.tables import TILE, FactorTables, Routing
 
@@ -214,8 +216,8 @@ def add_delta_to_parts(
         y = sum_parts(parts, dtype)
         more = {"widths": widths, "max_rank": max_rank, "backend": backend}
         return add_delta(y, x, tables, routing, layer=layer, **how, **more)
-    h = shrink(
-        x, tables, routing, layer=layer, max_rank=max_rank, backend=backend, **how
+    h = pallas_triton.shrink(
+        x, tables, routing, layer, max_rank=max_rank, beside=True, **how
     )  # fmt: skip
     delta = pallas_triton.decode_delta(
         h, tables, routing, layer,
@@ -227,6 +229,44 @@ def add_delta_to_parts(
         for kind, width in zip(kinds, widths, strict=True)
     ]
     return add_parts_and_delta(parts, delta, jnp.concatenate(columns, axis=1), dtype)
+
+
+def add_delta_gated(
+    y: Float[Array, "tokens d2"],
+    x: Float[Array, "tokens d_in"],
+    tables: FactorTables,
+    routing: Routing,
+    *,
+    layer: int | Int[Array, ""],
+    kinds: tuple[int, int],
+    widths: tuple[int, int],
+    max_rank: int,
+    phase: Phase,
+    backend: Backend | None = None,
+    interpret: bool = False,
+) -> Float[Array, "tokens d"]:
+    """`gate` of `add_delta`: silu(gate) * up; in a prefill with Triton one kernel does both.
+
+    `kinds` are gate and up, of equal widths. Rows without a delta have the bits of `gate(y)`.
+    Raises as `add_delta`.
+    """
+    _check(tables, routing, y.shape[0], kinds, max_rank, phase)
+    _check_outputs(y, kinds, widths)
+    if len(widths) != 2 or widths[0] != widths[1]:
+        raise ValueError(f"widths: wanted two that are equal, got {widths}")
+    if x.shape[0] != y.shape[0]:
+        raise ValueError(f"x: wanted {y.shape[0]} tokens as in y, got {x.shape[0]}")
+    how = {"layer": layer, "kinds": kinds, "max_rank": max_rank, "phase": phase}
+    at = {"backend": backend, "interpret": interpret}
+    chosen = _chosen(backend, tables, interpret)
+    if chosen != "triton" or phase != "prefill" or not in_pallas(len(y), interpret=interpret):
+        y = add_delta(y, x, tables, routing, widths=widths, **how, **at)
+        # What follows stays the operation that it is in a program without deltas.
+        return gate(lax.optimization_barrier(y), interpret=interpret)
+    h = shrink(x, tables, routing, **how, **at)
+    return pallas_triton.prefill_gate(
+        y, h, tables, routing, layer, kinds=kinds, interpret=interpret
+    )  # fmt: skip
 
 
 @jax.jit

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from pallas_kernels.lora import _triton_decode, _triton_prefill
+from pallas_kernels.lora import _triton_decode, _triton_gated, _triton_prefill
 from pallas_kernels.lora._triton_common import (
     MAX_RANK_PROGRAMS,
     MAX_SPLITS,
@@ -48,12 +48,15 @@ def shrink(
     max_rank: int,
     phase: str,
     interpret: bool,
+    beside: bool = False,
     cut_by: Choice | None = None,  # None: this card's
 ) -> Float[Array, "kinds splits tokens max_rank"]:
+    """`beside`: a product runs at the same time. The bits are the same."""
+    kernel = f"{phase}_shrink beside" if beside else f"{phase}_shrink"
     return _shrink(
         x, _operands(tables, routing, layer, phase, interpret),
         kinds=kinds, max_rank=max_rank, phase=phase, interpret=interpret,
-        choice=cut_by or choice(f"{phase}_shrink", max_rank),
+        choice=cut_by or choice(kernel, max_rank),
     )  # fmt: skip
 
 
@@ -94,6 +97,24 @@ def decode_delta(
         h, _operands(tables, routing, layer, "decode", interpret),
         kinds=kinds, widths=widths, dtype=jnp.dtype(dtype), interpret=interpret,
         choice=cut_by or choice("decode_delta", h.shape[3]),
+    )  # fmt: skip
+
+
+def prefill_gate(
+    y: Array,
+    h: Array,
+    tables: FactorTables,
+    routing: Routing,
+    layer: int | Array,
+    *,
+    kinds: tuple[int, int],
+    interpret: bool,
+    cut_by: Choice | None = None,
+) -> Float[Array, "tokens d"]:
+    """silu(gate) * up of y with the deltas of a prefill added, in one kernel."""
+    return _prefill_gate(
+        y, h, _operands(tables, routing, layer, "prefill", interpret),
+        kinds=kinds, interpret=interpret, choice=cut_by or choice("prefill_gate", h.shape[3]),
     )  # fmt: skip
 
 
@@ -203,3 +224,21 @@ def _decode_delta(h, operands, *, kinds, widths, dtype, interpret, choice: Choic
         compiler_params=_params(choice),
         name="lora_decode_delta",
     )(*operands, h)  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("kinds", "interpret", "choice"))
+def _prefill_gate(y, h, operands, *, kinds, interpret, choice: Choice):
+    tokens, d = y.shape[0], y.shape[1] // 2
+    cut = tiling(d, operands[2].shape[1], choice)
+    body = functools.partial(
+        _triton_gated.prefill_kernel,
+        kinds=kinds, cut=cut, ranks=rank_tile(h.shape[3], choice), rows=choice.tokens,
+    )  # fmt: skip
+    return pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((tokens, d), y.dtype),
+        grid=(cut.programs, pl.cdiv(tokens, choice.tokens)),
+        interpret=interpret,
+        compiler_params=_params(choice),
+        name="lora_prefill_gate",
+    )(*operands, h, y)

@@ -41,11 +41,16 @@ class ProductChoice(NamedTuple):
 
 @functools.cache
 def choices(device_kind: str) -> dict[str, Choice]:
-    """Every kernel's choice on a card; what is good anywhere where the card was never tuned."""
+    """Every kernel's choice on a card; what is good anywhere where the card was never tuned.
+
+    "beside" is one for a kernel that runs beside a product; it says what differs from the kernel's
+    own, which is never how a sum is cut.
+    """
     cards = json.loads(_FILE.read_text())
+    of_card = {**cards["default"], **cards.get(device_kind, {})}
     return {
-        kernel: Choice(**values)
-        for kernel, values in {**cards["default"], **cards.get(device_kind, {})}.items()
+        kernel: Choice(**{**of_card[kernel.removesuffix(" beside")], **values})
+        for kernel, values in of_card.items()
         if not kernel.startswith("product")
     }
 

@@ -211,6 +211,13 @@ def test_partials_are_few_and_tiles_lie_inside_a_column_block(card):
             assert w % cut.columns == 0
 
 
+@pytest.mark.parametrize("card", ["a card never tuned", "NVIDIA H200"])
+def test_a_shrink_beside_a_product_sums_as_the_one_alone_does(card):
+    of_card = tilings.choices(card)
+    alone, beside = (of_card[f"decode_shrink{how}"] for how in ("", " beside"))
+    assert (beside.columns, beside.span) == (alone.columns, alone.span)
+
+
 @pytest.mark.parametrize("slots", [(), (0,), (3,), (2, 0, 4, 1, 4, 0, 5), (7,) * 40, (0, 9) * 30])
 def test_decode_tiles_hold_every_token_with_an_adapter_once(slots):
     slots = np.asarray(slots, np.int32)

@@ -14,6 +14,8 @@ from pallas_kernels.lora import FactorTables, Routing, add_delta, add_delta_to_p
 
 D_IN = 200
 WIDTHS = (150, 40, 128)  # no multiple of w, less than w, w itself
+GATED_WIDTH = 150
+GATED_WIDTHS = (GATED_WIDTH, GATED_WIDTH)  # gate and up
 MAX_RANK = 512
 LAYERS, LAYER = 2, 1
 # The ranks of each slot's parts. UNUSED is a slot that no token uses: its factors are NaN.
@@ -36,10 +38,10 @@ class World:
 
 
 @functools.cache
-def world(pool_dtype: str = "float32", w: int = 128) -> World:
+def world(pool_dtype: str = "float32", w: int = 128, widths: tuple = WIDTHS) -> World:
     """Runs lie in shuffled order with gaps of NaN between; the last one ends at the pool's end."""
     rng = np.random.default_rng(0)
-    kinds, slots, parts = len(WIDTHS), len(RANKS), len(RANKS[0])
+    kinds, slots, parts = len(widths), len(RANKS), len(RANKS[0])
     scale = rng.uniform(0.5, 2.0, (kinds, LAYERS, slots, parts)).astype(np.float32)
     rank = np.zeros(scale.shape, np.int32)
     first_row = np.zeros((kinds, 2, LAYERS, slots, parts), np.int32)
@@ -54,7 +56,7 @@ def world(pool_dtype: str = "float32", w: int = 128) -> World:
     runs, factors, rows = [], {}, 0
     for key in keys:
         k, side, layer, s, p = key
-        r, d = _rank(k, layer, s, p), (WIDTHS[k] if side else D_IN)
+        r, d = _rank(k, layer, s, p), (widths[k] if side else D_IN)
         rank[k, layer, s, p] = r
         rows += int(rng.integers(0, 4))
         first_row[key] = rows
@@ -132,17 +134,17 @@ def add_delta_of(phase: str):
     return add
 
 
-def expected(w: World, y, x, slots) -> tuple[np.ndarray, np.ndarray]:
+def expected(w: World, y, x, slots, widths: tuple = WIDTHS) -> tuple[np.ndarray, np.ndarray]:
     """(y + delta, the sum of the magnitudes that went into it), token by token in float64."""
     x, y = (np.asarray(a.astype(jnp.float32), np.float64) for a in (x, y))
     out, size = y.copy(), np.abs(y)
-    ends = np.cumsum(WIDTHS)
+    ends = np.cumsum(widths)
     for t, slot in enumerate(np.asarray(slots)):
         for (k, side, s, p), a in w.factors.items():
             if s != slot or side:
                 continue
             b, scale = w.factors[k, 1, s, p], w.scale[k, LAYER, s, p]
-            at = slice(ends[k] - WIDTHS[k], ends[k])
+            at = slice(ends[k] - widths[k], ends[k])
             out[t, at] += scale * (a @ x[t]) @ b
             size[t, at] += scale * (np.abs(a) @ np.abs(x[t])) @ np.abs(b)
     return out, size

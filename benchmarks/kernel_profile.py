@@ -19,8 +19,9 @@ import jax
 
 # The first pattern that a kernel's name holds is its kind.
 KINDS = {
-    "lora": r"shrink|expand",
-    "matrix products": r"gemm|cublas|cutlass|xmma|nvjet|dot",
+    "lora": r"shrink|expand|lora_",
+    "gate": r"^gate(_\d+)?$",
+    "matrix products": r"gemm|cublas|cutlass|xmma|nvjet|dot|^product",
     "copies": r"memcpy|copy",
 }
 OTHER = "other fusions"

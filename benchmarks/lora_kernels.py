@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -57,6 +58,7 @@ from pallas_kernels.lora import (
 
 PALLAS: tuple[Backend, ...] = ("triton", "mosaic")
 NOISE_US = 0.4  # of a pair, between runs
+ROUND_SECONDS = 0.012
 
 
 def hashed(shape: tuple[int, int], seed) -> jax.Array:
@@ -165,19 +167,21 @@ def state(shape: Shape, tokens: int):
     return y, jax.random.normal(key[1], (tokens, shape.d_in), jnp.bfloat16)
 
 
-def seconds(compiled, y, x, tables, routing, repeats: int, rounds: int = 3) -> float:
-    """One run of the chain: the median round."""
-    for _ in range(3):
-        y, x = compiled(y, x, tables, routing)
-    times = []
-    for _ in range(rounds):
+def seconds(compiled, y, x, tables, routing) -> float:
+    """One run of the chain: the median of five rounds of about ROUND_SECONDS."""
+
+    def one_of(repeats: int) -> float:
+        nonlocal y, x
         jax.block_until_ready((y, x))
         start = time.perf_counter()
         for _ in range(repeats):
             y, x = compiled(y, x, tables, routing)
         jax.block_until_ready((y, x))
-        times.append((time.perf_counter() - start) / repeats)
-    return float(np.median(times))
+        return (time.perf_counter() - start) / repeats
+
+    one_of(2)
+    repeats = max(2, math.ceil(ROUND_SECONDS / one_of(5)))
+    return float(np.median([one_of(repeats) for _ in range(5)]))
 
 
 def read_bandwidth() -> float:
@@ -207,8 +211,8 @@ def check(shape: Shape, rank: int, tables: FactorTables, phase: Phase) -> float:
     routing = Routing(*map(jnp.asarray, (slots, segments, decode_tiles(slots))))
     y, x = state(shape, len(slots))
     y = y.astype(jnp.float32)
-    got = np.asarray(jax.jit(functools.partial(pallas_link, shape, phase, rank), static_argnums=4)(
-        y, x, tables, routing, 5))  # fmt: skip
+    link = functools.partial(pallas_link, shape, phase, rank, "triton")
+    got = np.asarray(jax.jit(link, static_argnums=4)(y, x, tables, routing, 5))
     first = np.asarray(tables.first_row)
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     want, size, end = y.copy(), np.abs(y), 0
@@ -285,8 +289,7 @@ def measure(
         for what in ("chain", *PALLAS, "einsum"):
             key = (what, phase, tokens, 0 if what == "chain" else rank)
             if what not in took and key in compiled:
-                how = {"repeats": 20 if decode and what != "mosaic" else 5}
-                one = seconds(compiled[key], *state(shape, tokens), tables, routing, **how)
+                one = seconds(compiled[key], *state(shape, tokens), tables, routing)
                 took[what] = one / links * 1e6
         chains[tokens] = took["chain"]
         floor = floor_bytes(shape, rank, tokens, adapters) / bandwidth * 1e6

@@ -68,14 +68,19 @@ def resolve_kernel(tiles, first_row, rank, scale, *entries):
                 pltriton.store(out.at[kind, tile, jnp.int32(column)], value, mask=live)
 
 
-def _each_tile(axis: int, tiles: int, programs: int, body: Callable[[Array], None]) -> None:
-    """body(every `programs`-th tile) from this program's on."""
-    program = pl.program_id(axis)
-    for i in range(0, tiles, programs):
-        if i + programs <= tiles:
-            body(program + i)
-        else:
-            pl.when(program + i < tiles)(functools.partial(body, program + i))
+def _each_tile(axis: int, tiles, programs: int, body: Callable[[Array], None]) -> None:
+    """body(every `programs`-th tile) from this program's on, as far as tiles are used."""
+    program, count = pl.program_id(axis), tiles.shape[0]
+
+    def one(i: int) -> None:
+        following = program + (i + programs)
+        # Read before the body, whose reads it then waits with.
+        used = tiles[jnp.minimum(following, count - 1), 0] > 0 if i + programs < count else None
+        body(program + i)
+        if used is not None:
+            pl.when(used & (following < count))(functools.partial(one, i + programs))
+
+    one(0)
 
 
 def shrink_kernel(
@@ -124,7 +129,7 @@ def shrink_kernel(
             max_rank = h_ref.shape[3]
             entry.each_tile(ranks, max_rank, rank_tile, jnp.int32(0), first, rank_programs)
 
-    _each_tile(2, tiles.shape[0], programs, one)
+    _each_tile(2, tiles, programs, one)
 
 
 def expand_kernel(tiles, entries, pool, h_ref, y_ref, o_ref, **how):
@@ -189,4 +194,4 @@ def _expand(
             body = functools.partial(column_tile, ready)
             loop(per_program, body, jnp.int32(0), unroll=unroll)
 
-    _each_tile(1, tiles.shape[0], programs, one)
+    _each_tile(1, tiles, programs, one)

@@ -43,8 +43,8 @@ class Routing(NamedTuple):
     left out, length 0 where unused. Only the prefill kernels read them.
 
     `tiles` rows are (slot, TILE token numbers): each token with an adapter is in one tile of its
-    slot. A token number past the last token fills a tile up; an unused row has slot 0. Only the
-    decode kernels read them.
+    slot. A token number past the last token fills a tile up; an unused row has slot 0 and stands
+    behind the used ones. Only the decode kernels read them.
 
     `entries` says for every layer where each tile's factors lie; `api.resolve` makes it of the
     tables, once for all layers, for the kernels that want it.

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlora.adapters.modules import AdaptableModule, ParallelKind
 from jaxlora.layers.linear import ColumnLinear, RowLinear
+from pallas_kernels.lora import gate as gate_of
 from tests.support.on_mesh import call
 
 
@@ -28,6 +29,9 @@ class Recorder:
     def add_delta(self, y, x, *, layer, modules, widths):
         self.calls.append((y.shape, y.dtype, x.shape, layer, modules, widths))
         return jnp.where(self.mask[:, None], y + jnp.asarray(self.value, y.dtype), y)
+
+    def add_delta_gated(self, y, x, bias, **at):
+        return gate_of(self.add_bias(self.add_delta(y, x, **at), bias, **at))
 
     def add_bias(self, y, bias, *, layer, modules, widths):
         return y if bias is None else y + bias[None]
@@ -53,6 +57,31 @@ def test_merged_columns_come_apart_as_each_module(tp: int, bias: bool) -> None:
     outs = call(linear, params, tp, lambda m, x: m(x, None), x, out_specs=[P(None, "tp")] * 3)
     for out, weight, b in zip(outs, weights, biases, strict=True):
         np.testing.assert_allclose(out, x @ weight.T + b * bias, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gate_and_up_are_gated_after_the_delta_and_the_bias(tp: int, bias: bool) -> None:
+    modules = tuple(AdaptableModule(n, 6, 8, ParallelKind.COLUMN) for n in ("gate", "up"))
+    x, *weights = arrays((3, 6), (8, 6), (8, 6))
+    biases = arrays((8,), (8,))
+    linear = ColumnLinear(7, "p", modules, bias, tp, jnp.float32)
+    params = {"weight": merged(weights, tp)} | ({"bias": merged(biases, tp)} if bias else {})
+    adapters = Recorder(np.array([False, True, False]), 1.0)
+
+    def body(module, x):
+        return module.gated(x, adapters), module.gated(x, None)
+
+    out, base = call(linear, params, tp, body, x, out_specs=(P(None, "tp"),) * 2)
+    assert adapters.calls == [
+        ((3, 16 // tp), jnp.float32, (3, 6), 7, ("gate", "up"), (8 // tp,) * 2)
+    ]
+    moved = np.array([[0.0], [1.0], [0.0]])
+    gate, up = (x @ w.T + b * bias for w, b in zip(weights, biases, strict=True))
+    np.testing.assert_allclose(base, gate / (1 + np.exp(-gate)) * up, rtol=0, atol=1e-5)
+    gate, up = gate + moved, up + moved
+    np.testing.assert_allclose(out, gate / (1 + np.exp(-gate)) * up, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(out[::2], base[::2])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

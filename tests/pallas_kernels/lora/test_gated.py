@@ -26,7 +26,6 @@ pytestmark = pytest.mark.pallas
 KINDS = (0, 1)  # NOT_EVERYWHERE has no rank at the second
 D = wd.GATED_WIDTH
 HOW = {"kinds": KINDS, "max_rank": wd.MAX_RANK, "interpret": INTERPRET}
-PHASES = ("decode", "prefill")
 
 
 def inputs(tokens: int, dtype: str = "float32"):
@@ -63,11 +62,6 @@ def in_pallas_from_one_row_on(monkeypatch):
     monkeypatch.setattr(gated, "MIN_ROWS", 1)
 
 
-@pytest.fixture(params=PHASES)
-def phase(request):
-    return request.param
-
-
 @pytest.fixture(params=supported_backends())
 def backend(request):
     if request.param == "mosaic" and INTERPRET:
@@ -76,12 +70,12 @@ def backend(request):
 
 
 @pytest.fixture
-def run(phase, backend):
-    """run(slots, x, y, pool dtype) of one backend and phase."""
+def run(backend):
+    """run(slots, x, y, pool dtype) of one backend, in a prefill."""
 
     def run(slots, x, y, pool="float32"):
         tables = WORLD(pool).tables
-        return fused(y, x, tables, wd.routing(slots), phase=phase, backend=backend)
+        return fused(y, x, tables, wd.routing(slots), phase="prefill", backend=backend)
 
     return run
 
@@ -153,15 +147,25 @@ def check(out, y, x, slots, pool="float32"):
 @pytest.mark.parametrize(
     ("pool", "dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
 )
-def test_it_is_the_gate_of_the_sums(run, phase, backend, pool, dtype):
+def test_it_is_the_gate_of_the_sums(run, backend, pool, dtype):
     x, y = inputs(len(MIXED), dtype)
     x = wd.poison(x, MIXED)
     out = run(MIXED, x, y, pool)
     assert out.dtype == y.dtype
     check(out, y, x, MIXED, pool)
     tables = WORLD(pool).tables
-    sums = summed(y, x, tables, wd.routing(MIXED), phase=phase, backend=backend)
+    sums = summed(y, x, tables, wd.routing(MIXED), phase="prefill", backend=backend)
     if INTERPRET:
+        np.testing.assert_array_equal(wd.bits(out), wd.bits(plain(sums)))
+
+
+def test_in_decode_it_is_the_gate_of_the_sums_too(backend):
+    x, y = inputs(len(MIXED))
+    args = (y, wd.poison(x, MIXED), WORLD().tables, wd.routing(MIXED))
+    out = fused(*args, phase="decode", backend=backend)
+    check(out, y, x, MIXED)
+    if INTERPRET:
+        sums = summed(*args, phase="decode", backend=backend)
         np.testing.assert_array_equal(wd.bits(out), wd.bits(plain(sums)))
 
 
@@ -272,10 +276,11 @@ def test_tiles_of_any_shape_give_the_same_bits():
     np.testing.assert_array_equal(wd.bits(outs[0]), wd.bits(outs[1]))
 
 
-def test_the_layer_may_be_traced(run, phase, backend):
+def test_the_layer_may_be_traced(run, backend):
     x, y = inputs(len(MIXED))
     args = (y, x, WORLD().tables, wd.routing(MIXED))
-    at = [fused(*args, jnp.int32(n), phase=phase, backend=backend) for n in (0, wd.LAYER)]
+    layers = map(jnp.int32, (0, wd.LAYER))
+    at = [fused(*args, layer, phase="prefill", backend=backend) for layer in layers]
     np.testing.assert_array_equal(wd.bits(at[1]), wd.bits(run(MIXED, x, y)))
     assert (wd.bits(at[0]) != wd.bits(at[1])).any()
 

@@ -142,15 +142,16 @@ def test_a_row_of_nan_and_infinity_stays_a_matter_of_its_own(run):
 
 
 def test_few_programs_that_go_through_many_tiles_give_the_same_bits(monkeypatch):
-    x, y = wd.inputs(len(MIXED))
+    slots = MIXED[:8]  # five tiles are used, of eight
+    x, y = wd.inputs(len(slots))
     how = {
         "layer": wd.LAYER, "kinds": (0, 1, 2), "widths": wd.WIDTHS, "max_rank": wd.MAX_RANK,
         "phase": "decode", "backend": "triton", "interpret": INTERPRET,
     }  # fmt: skip
-    args = (y, x, wd.world().tables, wd.routing(MIXED))
+    args = (y, x, wd.world().tables, wd.routing(slots))
     want = wd.bits(add_delta(*args, **how))
     usual = pallas_triton.choice
-    monkeypatch.setattr(pallas_triton, "choice", lambda *of: usual(*of)._replace(programs=3))
+    monkeypatch.setattr(pallas_triton, "choice", lambda *of: usual(*of)._replace(programs=4))
     np.testing.assert_array_equal(wd.bits(add_delta(*args, **how)), want)
 
 

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from benchmarks.lora_kernels import SLOTS, W, hashed, read_bandwidth, routing_of
+from benchmarks.lora_inputs import hashed, read_bandwidth, routing_of
+from benchmarks.lora_table import SLOTS, W
 from benchmarks.report import machine
 from jaxlora.adapters.routing import AdapterStep, AdapterTables
 from jaxlora.layers.linear import gated_linear, linear

@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.lora_kernels import W, routing_of
+from benchmarks.lora_inputs import routing_of
 from benchmarks.lora_layers import GROUPS, MODULES, make_tables
+from benchmarks.lora_table import W
 from pallas_kernels.lora import Phase, gate, pallas_triton, resolve, tilings
 from pallas_kernels.lora.tilings import Choice
 

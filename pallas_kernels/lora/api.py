@@ -30,9 +30,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.lora import mosaic_gpu, pallas_triton, reference
+from pallas_kernels.lora.checks import check_call, check_outputs
 from pallas_kernels.lora.gated import gate, in_pallas
 from pallas_kernels.lora.product import add_parts_and_delta, sum_parts
-from pallas_kernels.lora.tables import TILE, FactorTables, Routing
+from pallas_kernels.lora.tables import FactorTables, Routing
 
 
 Phase = Literal["decode", "prefill"]
@@ -84,7 +85,7 @@ def shrink(
     x and the pool are float32 or bfloat16. Raises ValueError for shapes that do not fit, and
     NotImplementedError where the named backend cannot run.
     """
-    _check(tables, routing, x.shape[0], kinds, max_rank, phase)
+    check_call(tables, routing, x.shape[0], kinds, max_rank, phase)
     chosen = _chosen(backend, tables, interpret)
     if chosen == "triton":
         return pallas_triton.shrink(
@@ -116,8 +117,8 @@ def expand_add(
     y (float32 or bfloat16) holds the outputs of `kinds` one beside the other, widths[i] columns
     each. h is what `shrink` of the same backend and phase made. Raises as `shrink`.
     """
-    _check(tables, routing, y.shape[0], kinds, max_rank, phase)
-    _check_outputs(y, kinds, widths)
+    check_call(tables, routing, y.shape[0], kinds, max_rank, phase)
+    check_outputs(y, kinds, widths)
     wanted = (len(kinds), h.shape[1], y.shape[0], max_rank)
     if h.shape != wanted:
         raise ValueError(f"h: wanted shape {wanted}, got {h.shape}")
@@ -148,8 +149,8 @@ def add_delta(
     interpret: bool = False,
 ) -> Float[Array, "tokens d_out"]:
     """y + scale * B (A x): `expand_add` of `shrink`, fused where the backend gains by it."""
-    _check(tables, routing, y.shape[0], kinds, max_rank, phase)
-    _check_outputs(y, kinds, widths)
+    check_call(tables, routing, y.shape[0], kinds, max_rank, phase)
+    check_outputs(y, kinds, widths)
     if x.shape[0] != y.shape[0]:
         raise ValueError(f"x: wanted {y.shape[0]} tokens as in y, got {x.shape[0]}")
     if _chosen(backend, tables, interpret) == "xla":
@@ -209,8 +210,8 @@ def add_delta_to_parts(
 
     In decode with Triton the deltas are made without y, so beside the product, and XLA adds them.
     """
-    _check(tables, routing, x.shape[0], kinds, max_rank, phase)
-    _check_outputs(parts[0], kinds, widths)
+    check_call(tables, routing, x.shape[0], kinds, max_rank, phase)
+    check_outputs(parts[0], kinds, widths)
     how = {"kinds": kinds, "phase": phase, "interpret": interpret}
     if phase != "decode" or _chosen(backend, tables, interpret) != "triton":
         y = sum_parts(parts, dtype)
@@ -250,8 +251,8 @@ def add_delta_gated(
     `kinds` are gate and up, of equal widths. Rows without a delta have the bits of `gate(y)`.
     Raises as `add_delta`.
     """
-    _check(tables, routing, y.shape[0], kinds, max_rank, phase)
-    _check_outputs(y, kinds, widths)
+    check_call(tables, routing, y.shape[0], kinds, max_rank, phase)
+    check_outputs(y, kinds, widths)
     if len(widths) != 2 or widths[0] != widths[1]:
         raise ValueError(f"widths: wanted two that are equal, got {widths}")
     if x.shape[0] != y.shape[0]:
@@ -295,32 +296,3 @@ def _chosen(backend: str | None, tables: FactorTables, interpret: bool) -> str:
             raise NotImplementedError(f"mosaic: needs a GPU, the platform is {where}")
         mosaic_gpu.check(tables)
     return name
-
-
-def _check(
-    tables: FactorTables, routing: Routing, tokens: int, kinds: tuple, max_rank: int, phase: str
-) -> None:
-    if phase not in get_args(Phase):
-        raise ValueError(f"phase: wanted one of {get_args(Phase)}, got {phase!r}")
-    n_kinds, sides, layers, slots, parts = tables.first_row.shape
-    for name, array in (("rank", tables.rank), ("scale", tables.scale)):
-        if array.shape != (n_kinds, layers, slots, parts):
-            wanted = (n_kinds, layers, slots, parts)
-            raise ValueError(f"tables.{name}: wanted shape {wanted}, got {array.shape}")
-    if sides != 2 or tables.pool.ndim != 2:
-        raise ValueError(f"tables: wanted 2 sides and a 2-D pool, got {sides}, {tables.pool.shape}")
-    if not kinds or not all(0 <= k < n_kinds for k in kinds):
-        raise ValueError(f"kinds: wanted some of 0 to {n_kinds - 1}, got {kinds}")
-    if max_rank < 1:
-        raise ValueError(f"max_rank: wanted at least 1, got {max_rank}")
-    if routing.slots.shape != (tokens,):
-        raise ValueError(f"routing.slots: wanted shape {(tokens,)}, got {routing.slots.shape}")
-    if routing.segments.ndim != 2 or routing.segments.shape[1] != 3:
-        raise ValueError(f"routing.segments: wanted [n, 3], got {routing.segments.shape}")
-    if routing.tiles.ndim != 2 or routing.tiles.shape[1] != 1 + TILE:
-        raise ValueError(f"routing.tiles: wanted [n, {1 + TILE}], got {routing.tiles.shape}")
-
-
-def _check_outputs(y: Array, kinds: tuple[int, ...], widths: tuple[int, ...]) -> None:
-    if len(widths) != len(kinds) or y.shape[1] != sum(widths):
-        raise ValueError(f"widths: wanted one a kind summing to {y.shape[1]}, got {widths}")

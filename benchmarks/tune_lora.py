@@ -157,14 +157,23 @@ def seconds(compiled, state, tables, routing, repeats: int) -> float:
 
 
 def tune(kernel: str, tables) -> list[dict]:
-    """Every candidate's µs a layer, the best first."""
+    """Every candidate's µs a layer, the best first; those that do not compile are said and left."""
     phase = phase_of(kernel)
     cases = CASES[phase]
     trials = [Trial(kernel, c, t) for c in candidates(kernel) for t in {t for t, _ in cases}]
+
+    def compiled_or_none(trial: Trial):
+        try:
+            return trial.compile(tables)
+        except Exception as error:  # the compiler's, of many types
+            print(f"  passed over: {trial.choice}: {str(error).strip()[:200]!r}", flush=True)
+
     with ThreadPoolExecutor(12) as pool:
-        compiled = dict(zip(trials, pool.map(lambda t: t.compile(tables), trials), strict=True))
+        compiled = dict(zip(trials, pool.map(compiled_or_none, trials), strict=True))
     rows = []
     for choice in candidates(kernel):
+        if any(trial.choice == choice and run is None for trial, run in compiled.items()):
+            continue
         us = []
         for tokens, adapters in cases:
             trial = Trial(kernel, choice, tokens)
@@ -174,6 +183,8 @@ def tune(kernel: str, tables) -> list[dict]:
         rows.append(
             {"choice": choice._asdict(), "us": us, "score": float(np.exp(np.log(us).mean()))}
         )
+    if not rows:
+        raise SystemExit(f"benchmarks.tune_lora: no candidate of {kernel} runs on this card")
     return sorted(rows, key=lambda row: row["score"])
 
 

@@ -208,6 +208,7 @@ def add_delta_to_parts(
 ) -> Float[Array, "tokens d_out"]:
     """`sum_parts(parts, dtype)` with the deltas added in float32 before it is rounded.
 
+    Of a single part in `dtype` the product is rounded already, and the sum with the delta again.
     In decode with Triton the deltas are made without y, so beside the product, and XLA adds them.
     """
     check_call(tables, routing, x.shape[0], kinds, max_rank, phase)

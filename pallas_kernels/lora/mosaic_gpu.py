@@ -33,6 +33,9 @@ def check(tables: FactorTables) -> None:
     w, dtype = tables.pool.shape[1], tables.pool.dtype
     if jax.__version_info__ < (0, 11):
         raise NotImplementedError(f"mosaic: needs jax 0.11, this is {jax.__version__}")
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if capability is not None and float(capability) < 9:
+        raise NotImplementedError(f"mosaic: needs compute capability 9.0, this has {capability}")
     if w % LANES:
         raise NotImplementedError(f"mosaic: the pool's w must be a multiple of {LANES}, got {w}")
     if dtype not in (jnp.float32, jnp.bfloat16):

@@ -1,6 +1,7 @@
 """How the Pallas kernels cut their work, per card: tilings.json, found by benchmarks.tune_lora.
 
-A choice holds for every batch of a phase, so that a row's bits do not depend on its neighbours.
+A LoRA kernel's choice holds for every batch of a phase, so that a delta's bits do not depend on a
+row's neighbours. A base product has one for up to 16 rows and one for up to 64.
 """
 
 from __future__ import annotations

@@ -64,8 +64,7 @@ def in_pallas_from_one_row_on(monkeypatch):
 
 @pytest.fixture(params=supported_backends())
 def backend(request):
-    if request.param == "mosaic" and INTERPRET:
-        pytest.skip("mosaic is not interpreted")
+    wd.skip_unless_it_runs(request.param, INTERPRET)
     return request.param
 
 

@@ -35,8 +35,7 @@ def phase(request):
 @pytest.fixture(params=supported_backends())
 def run(request, phase):
     """run(slots, x, y, pool dtype) of one backend and phase."""
-    if request.param == "mosaic" and INTERPRET:
-        pytest.skip("mosaic is not interpreted")
+    wd.skip_unless_it_runs(request.param, INTERPRET)
 
     def run(slots, x, y, pool="float32"):
         return wd.run(
@@ -225,6 +224,7 @@ def test_a_pool_that_holds_one_factor_pair_and_no_spare_row(run, phase, request)
 @pytest.mark.skipif(INTERPRET, reason="needs a GPU with 16 GB free")
 @pytest.mark.parametrize("backend", ["triton", "mosaic"])
 def test_pool_of_more_than_2_to_the_31_elements(phase, backend):
+    wd.skip_unless_it_runs(backend, INTERPRET)
     w, rank, rows = 256, 4, 2**31 // 256 + 64
     first = jnp.asarray([[0, 2**31 // w + 16], [0, 2**31 // w + 32]], jnp.int32)
     pool = jnp.zeros((rows, w), jnp.bfloat16)

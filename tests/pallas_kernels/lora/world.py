@@ -8,8 +8,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from pallas_kernels.lora import FactorTables, Routing, add_delta, add_delta_to_parts, decode_tiles
+from pallas_kernels.lora import (
+    FactorTables,
+    Routing,
+    add_delta,
+    add_delta_to_parts,
+    decode_tiles,
+    mosaic_gpu,
+)
 
 
 D_IN = 200
@@ -99,6 +107,17 @@ def inputs(tokens: int, x_dtype: str = "float32", y_dtype: str = "float32", seed
     y = rng.standard_normal((tokens, sum(WIDTHS)))
     y[:, ::7] = -0.0
     return x, jnp.asarray(y, y_dtype)
+
+
+def skip_unless_it_runs(backend: str, interpret: bool) -> None:
+    if backend != "mosaic":
+        return
+    if interpret:
+        pytest.skip("mosaic is not interpreted")
+    try:
+        mosaic_gpu.check(world().tables)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
 
 
 def poison(x, slots):

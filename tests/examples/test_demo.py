@@ -88,7 +88,8 @@ def test_an_error_answer_is_shown(fake: list[list[str]], monkeypatch: pytest.Mon
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_server_too(number: signal.Signals) -> None:
     script = textwrap.dedent(f"""
-        import sys
+        import signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
         from examples import demo
         demo.ensure_model = lambda path: path
         demo.PREFERRED_PORT = 0

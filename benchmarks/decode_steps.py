@@ -19,10 +19,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.command import Parser, count, count_or_none
 from benchmarks.kernel_profile import device_seconds, summary
 from benchmarks.report import write_json
 from benchmarks.synthetic import synthetic_adapters
 from jaxlora.adapters.pool_shape import PoolShape
+from jaxlora.errors import JaxloraError
 from serving.build import Plan, build_engine, make_plan
 from serving.config import EngineConfig
 from serving.core import AdapterReference, Request, SamplingParams
@@ -36,28 +38,23 @@ PROFILED_STEPS = 5
 
 
 def main() -> None:
-    options = _parse()
-    plan = make_plan(
-        EngineConfig(
-            model=options.model,
-            load_format="dummy",
-            max_num_seqs=max(options.batches),
-            max_model_len=options.prompt + options.answer + 1,
-            prefill_chunk=options.prefill_chunk,
-            kernel_backend=options.kernel_backend,
-        )
-    )
-    plan = dataclasses.replace(plan, shapes=timed_shapes(plan.shapes, options))
-    plan = _with_adapters(plan, options)
-    started = time.perf_counter()
-    engine = build_engine(plan)
+    parser = _parser()
+    options = parser.parse_args()
+    if options.answer <= STEPS_BEFORE + STEPS_TIMED:
+        parser.error(f"--answer: wanted more than {STEPS_BEFORE + STEPS_TIMED}, the steps timed")
+    try:
+        plan = _plan(options)
+        started = time.perf_counter()
+        engine = build_engine(plan)
+    except JaxloraError as error:
+        parser.error(str(error))
     rows = []
     print(f"start: {time.perf_counter() - started:.0f} s", flush=True)
     print(
         f"{'batch':>5} {'adapters':>8} {'step ms':>8} {'device ms':>9} {'tokens/s':>9}", flush=True
     )
     for batch in options.batches:
-        for adapters in sorted({0, 1, min(batch, options.adapters)}):
+        for adapters in sorted({0, min(1, options.adapters), min(batch, options.adapters)}):
             row = measure(engine, batch, adapters, options)
             rows.append(row)
             print(
@@ -71,6 +68,21 @@ def main() -> None:
                 _write(options, rows)  # what is measured is kept, however this ends
     if not options.json:
         _write(options, rows)
+
+
+def _plan(options) -> Plan:
+    plan = make_plan(
+        EngineConfig(
+            model=options.model,
+            load_format="dummy",
+            max_num_seqs=max(options.batches),
+            max_model_len=options.prompt + options.answer + 1,
+            prefill_chunk=options.prefill_chunk,
+            kernel_backend=options.kernel_backend,
+        )
+    )
+    plan = dataclasses.replace(plan, shapes=timed_shapes(plan.shapes, options))
+    return _with_adapters(plan, options)
 
 
 def timed_shapes(shapes: StepShapes, options) -> StepShapes:
@@ -95,6 +107,8 @@ def measure(engine: EngineCore, batch: int, adapters: int, options) -> dict:
         for _ in range(STEPS_BEFORE + STEPS_TIMED):
             engine.step()
             times.append(time.perf_counter())
+        if sum(s.finish_reason is None for s in engine.scheduler.running) < batch:
+            _parser().error(f"--answer {options.answer}: requests ended before the last timed step")
         medians.append(statistics.median(np.diff(times[STEPS_BEFORE:])))
         if repeat == REPEATS - 1:
             last = _device_times(engine, options.profile)
@@ -162,20 +176,20 @@ def _with_adapters(plan: Plan, options) -> Plan:
     return dataclasses.replace(plan, adapters=adapters, pool=shape)
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def _parser() -> Parser:
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("benchmarks/models/qwen3-8b"))
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--adapters", type=int, default=64)
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--batches", type=count, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--adapters", type=count_or_none, default=64)
+    parser.add_argument("--rank", type=count, default=16)
     parser.add_argument("--qkvo", action="store_true", help="adapt attention only, not all seven")
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--answer", type=int, default=383)
-    parser.add_argument("--prefill-chunk", type=int, default=None)
+    parser.add_argument("--prompt", type=count, default=128)
+    parser.add_argument("--answer", type=count, default=383)
+    parser.add_argument("--prefill-chunk", type=count, default=None)
     parser.add_argument("--kernel-backend", default=None)
     parser.add_argument("--profile", action="store_true", help="say which kernels take the time")
     parser.add_argument("--json", type=Path, default=None)
-    return parser.parse_args()
+    return parser
 
 
 def _write(options: argparse.Namespace, rows: list[dict]) -> None:

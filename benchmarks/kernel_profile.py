@@ -17,6 +17,8 @@ from pathlib import Path
 
 import jax
 
+from benchmarks.command import Parser
+
 
 # The first pattern that a kernel's name holds is its kind.
 KINDS = {
@@ -66,9 +68,12 @@ def launches(work: Callable[[], None]) -> dict[str, int]:
 
 
 def main() -> None:
+    parser = Parser(description="Shows where a device's time goes, by kind of kernel.")
+    parser.parse_args()
     # Else XLA launches kernel by kernel while it is profiled. Read when the device is first used.
     flag = "--xla_enable_command_buffers_during_profiling=true"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    parser.need_gpu()
     from benchmarks import lora_layers as layers
 
     weights, tables = layers.make_weights(4), layers.make_tables(4, 16)

@@ -12,7 +12,6 @@ a chain fit the L2 cache, so such a case may read above the memory's bandwidth.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -29,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.command import Parser, file_to_write, folder
 from benchmarks.lora_inputs import make_tables, random_pool, read_bandwidth, routing_of
 from benchmarks.lora_plot import plot
 from benchmarks.lora_table import (
@@ -175,7 +175,8 @@ def peer_figures(folder: Path) -> dict:
         warming = [subprocess.Popen([*run, "--warm", str(i)]) for i in range(len(SHAPES))]
         if sum(process.wait() for process in warming):
             raise SystemExit("benchmarks.lora_peer failed")
-        subprocess.run(run, check=True)
+        if subprocess.run(run).returncode:
+            raise SystemExit("benchmarks.lora_peer failed")
         return json.loads(found.read_text())
 
 
@@ -267,13 +268,14 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times the LoRA kernels.")
-    parser.add_argument("--json", type=Path, help="write the figures here, and a plot beside them")
-    parser.add_argument("--peer", type=Path, help="vllm/lora/ops/triton_ops, to be timed as well")
+    parser = Parser(description="Times the LoRA kernels.")
+    parser.add_argument(
+        "--json", type=file_to_write, help="write the figures here, and a plot beside them"
+    )
+    parser.add_argument("--peer", type=folder, help="vllm/lora/ops/triton_ops, to be timed as well")
     options, out = parser.parse_args(), os.environ.get("OUT")
     path = options.json or (Path(out) / "lora_kernels.json" if out else None)
-    if jax.default_backend() != "gpu":
-        raise SystemExit("benchmarks.lora_kernels: needs a GPU")
+    parser.need_gpu()
     begun = time.perf_counter()
     peer = peer_figures(options.peer) if options.peer else {}
     print(f"peer timed at {time.perf_counter() - begun:.0f} s", flush=True)

@@ -11,7 +11,6 @@ distinct adapters take to be read.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from benchmarks.command import Parser, count, file_to_write
 from benchmarks.lora_inputs import hashed, read_bandwidth, routing_of
 from benchmarks.lora_table import SLOTS, W
 from benchmarks.report import machine
@@ -164,15 +164,14 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times what LoRA adds to a step's layers.")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--rank", type=int, default=16)
+    parser = Parser(description="Times what LoRA adds to a step's layers.")
+    parser.add_argument("--json", type=file_to_write, help="write the figures here")
+    parser.add_argument("--layers", type=count, default=36)
+    parser.add_argument("--rank", type=count, default=16)
     options = parser.parse_args()
     out = os.environ.get("OUT")
     path = options.json or (Path(out) / "lora_layers.json" if out else None)
-    if jax.default_backend() != "gpu":
-        raise SystemExit("benchmarks.lora_layers: needs a GPU")
+    parser.need_gpu()
     weights, tables = make_weights(options.layers), make_tables(options.layers, options.rank)
     bandwidth = read_bandwidth()
     rows = list(measure(CASES, options.rank, weights, tables, bandwidth))

@@ -9,17 +9,13 @@ pairs of shrink and expand on distinct weights, replayed; the median of 5.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
 import types
 from pathlib import Path
 
-import torch
-import triton  # pyright: ignore[reportMissingImports]
-import triton.language as tl  # pyright: ignore[reportMissingImports]
-
+from benchmarks.command import Parser, file_to_write, folder
 from benchmarks.lora_table import (
     LINKS,
     PREFILL_LINKS,
@@ -31,6 +27,14 @@ from benchmarks.lora_table import (
     case_name,
     cases,
 )
+
+
+try:
+    import torch
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError as error:
+    Parser().error(f"needs torch with Triton: {error}")
 
 
 def load(folder: Path):
@@ -148,11 +152,17 @@ def right(x, y, layers, of_token, shape: Shape, rank: int, pair) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times vLLM's LoRA kernels.")
-    parser.add_argument("folder", type=Path, help="vllm/lora/ops/triton_ops of vLLM 0.25.0")
-    parser.add_argument("--json", type=Path, required=True, help="write the figures here")
-    parser.add_argument("--warm", type=int, help="only compile, for the shape of this number")
+    parser = Parser(description="Times vLLM's LoRA kernels.")
+    parser.add_argument("folder", type=folder, help="vllm/lora/ops/triton_ops of vLLM 0.25.0")
+    parser.add_argument("--json", type=file_to_write, required=True, help="write the figures here")
+    parser.add_argument(
+        "--warm", type=int, choices=range(len(SHAPES)), help="only compile, for this shape"
+    )
     options = parser.parse_args()
+    if not (options.folder / "lora_shrink_op.py").is_file():
+        parser.error(f"{str(options.folder)!r} does not hold vLLM's lora_shrink_op.py")
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU, torch sees none")
     peer, found = load(options.folder), {}
     shapes = SHAPES if options.warm is None else SHAPES[options.warm : options.warm + 1]
     for shape in shapes:

@@ -11,7 +11,6 @@ for it is benchmarks.lora_layers.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.command import Parser
 from benchmarks.lora_inputs import routing_of
 from benchmarks.lora_layers import GROUPS, MODULES, make_tables
 from benchmarks.lora_table import W
@@ -189,13 +189,12 @@ def tune(kernel: str, tables) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tunes the LoRA kernels on this card.")
+    parser = Parser(description="Tunes the LoRA kernels on this card.")
     alone = [name for name in tilings.choices("") if not name.endswith(" beside")]
     parser.add_argument("--kernels", nargs="+", choices=alone, default=alone)
     parser.add_argument("--dry-run", action="store_true", help="print, but keep nothing")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        raise SystemExit("benchmarks.tune_lora: needs a GPU")
+    parser.need_gpu()
     card, log = jax.devices()[0].device_kind, {}
     tables_of = functools.cache(functools.partial(make_tables, LAYERS))
     for kernel in options.kernels:

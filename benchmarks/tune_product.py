@@ -9,7 +9,6 @@ shapes the one that is best in the geometric mean. XLA's own product is timed be
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from benchmarks.command import Parser
 from benchmarks.lora_layers import GROUPS, MODULES, make_weights
 from jaxlora.layers.product import product
 from pallas_kernels.lora import product_parts, sum_parts, tilings
@@ -142,11 +142,10 @@ def tune(rows: int, weights: list[list[Array]]) -> dict[str, ProductChoice]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tunes the products of few rows on this card.")
+    parser = Parser(description="Tunes the products of few rows on this card.")
     parser.add_argument("--dry-run", action="store_true", help="print, but keep nothing")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        raise SystemExit("benchmarks.tune_product: needs a GPU")
+    parser.need_gpu()
     weights = make_weights(LAYERS)
     for rows in (16, 64):
         found = tune(rows, weights)

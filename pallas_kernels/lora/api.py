@@ -12,6 +12,11 @@ What holds for every backend:
 - Pool rows that no slot names, h past a row's rank, and h of rows without an adapter may hold
   anything, NaN included.
 - A backend named by the caller is used or refused (NotImplementedError), never replaced.
+- Shapes, dtypes and static numbers that do not fit are refused (ValueError). What stands in the
+  arrays is not looked at and is the caller's duty: slots and a traced layer inside the tables,
+  factors inside the pool and as wide as x and `widths`, ranks within max_rank, routing.segments and
+  tiles as `Routing` says, entries of these tables and tiles. Else rows come out wrong, and on a GPU
+  memory of others is read or written.
 
 `phase` picks the kernels: "decode" routes by `routing.slots` and `tiles` and suits few rows with an
 adapter each; "prefill" routes by `routing.segments` and suits runs of tokens of one slot.
@@ -30,7 +35,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.lora import mosaic_gpu, pallas_triton, reference
-from pallas_kernels.lora.checks import check_call, check_outputs
+from pallas_kernels.lora.checks import (
+    check_call,
+    check_h,
+    check_outputs,
+    check_routing,
+    check_rows,
+    check_tables,
+)
 from pallas_kernels.lora.gated import gate, in_pallas
 from pallas_kernels.lora.product import add_parts_and_delta, sum_parts
 from pallas_kernels.lora.tables import FactorTables, Routing
@@ -63,6 +75,8 @@ def resolve(
 
     A call whose routing has none makes its own. Raises as `shrink`.
     """
+    check_tables(tables)
+    check_routing(tables, routing._replace(entries=None), phase)
     if phase != "decode" or _chosen(backend, tables, interpret) != "triton":
         return routing
     return routing._replace(entries=pallas_triton.resolve(tables, routing, interpret=interpret))
@@ -85,7 +99,8 @@ def shrink(
     x and the pool are float32 or bfloat16. Raises ValueError for shapes that do not fit, and
     NotImplementedError where the named backend cannot run.
     """
-    check_call(tables, routing, x.shape[0], kinds, max_rank, phase)
+    check_rows("x", x)
+    check_call(tables, routing, x.shape[0], layer, kinds, max_rank, phase)
     chosen = _chosen(backend, tables, interpret)
     if chosen == "triton":
         return pallas_triton.shrink(
@@ -117,12 +132,12 @@ def expand_add(
     y (float32 or bfloat16) holds the outputs of `kinds` one beside the other, widths[i] columns
     each. h is what `shrink` of the same backend and phase made. Raises as `shrink`.
     """
-    check_call(tables, routing, y.shape[0], kinds, max_rank, phase)
-    check_outputs(y, kinds, widths)
-    wanted = (len(kinds), h.shape[1], y.shape[0], max_rank)
-    if h.shape != wanted:
-        raise ValueError(f"h: wanted shape {wanted}, got {h.shape}")
+    check_rows("y", y)
+    check_call(tables, routing, y.shape[0], layer, kinds, max_rank, phase)
+    check_outputs(y.shape[1], kinds, widths)
     chosen = _chosen(backend, tables, interpret)
+    splits = None if chosen == "triton" else 1
+    check_h(h, (len(kinds), y.shape[0], max_rank), splits)
     if chosen == "triton":
         return pallas_triton.expand_add(
             y, h, tables, routing, layer,
@@ -149,10 +164,10 @@ def add_delta(
     interpret: bool = False,
 ) -> Float[Array, "tokens d_out"]:
     """y + scale * B (A x): `expand_add` of `shrink`, fused where the backend gains by it."""
-    check_call(tables, routing, y.shape[0], kinds, max_rank, phase)
-    check_outputs(y, kinds, widths)
-    if x.shape[0] != y.shape[0]:
-        raise ValueError(f"x: wanted {y.shape[0]} tokens as in y, got {x.shape[0]}")
+    check_rows("y", y)
+    check_call(tables, routing, y.shape[0], layer, kinds, max_rank, phase)
+    check_outputs(y.shape[1], kinds, widths)
+    check_rows("x", x, y.shape[0])
     if _chosen(backend, tables, interpret) == "xla":
         return reference.add_delta(
             y,
@@ -211,8 +226,11 @@ def add_delta_to_parts(
     Of a single part in `dtype` the product is rounded already, and the sum with the delta again.
     In decode with Triton the deltas are made without y, so beside the product, and XLA adds them.
     """
-    check_call(tables, routing, x.shape[0], kinds, max_rank, phase)
-    check_outputs(parts[0], kinds, widths)
+    if parts.ndim != 3 or not parts.shape[0]:
+        raise ValueError(f"parts: wanted [splits, tokens, d_out], got {parts.shape}")
+    check_call(tables, routing, parts.shape[1], layer, kinds, max_rank, phase)
+    check_outputs(parts.shape[2], kinds, widths)
+    check_rows("x", x, parts.shape[1])
     how = {"kinds": kinds, "phase": phase, "interpret": interpret}
     if phase != "decode" or _chosen(backend, tables, interpret) != "triton":
         y = sum_parts(parts, dtype)
@@ -252,12 +270,12 @@ def add_delta_gated(
     `kinds` are gate and up, of equal widths. Rows without a delta have the bits of `gate(y)`.
     Raises as `add_delta`.
     """
-    check_call(tables, routing, y.shape[0], kinds, max_rank, phase)
-    check_outputs(y, kinds, widths)
+    check_rows("y", y)
+    check_call(tables, routing, y.shape[0], layer, kinds, max_rank, phase)
+    check_outputs(y.shape[1], kinds, widths)
     if len(widths) != 2 or widths[0] != widths[1]:
         raise ValueError(f"widths: wanted two that are equal, got {widths}")
-    if x.shape[0] != y.shape[0]:
-        raise ValueError(f"x: wanted {y.shape[0]} tokens as in y, got {x.shape[0]}")
+    check_rows("x", x, y.shape[0])
     how = {"layer": layer, "kinds": kinds, "max_rank": max_rank, "phase": phase}
     at = {"backend": backend, "interpret": interpret}
     chosen = _chosen(backend, tables, interpret)
@@ -282,7 +300,7 @@ def _index(layer: int | Array) -> Array:
 
 
 def _chosen(backend: str | None, tables: FactorTables, interpret: bool) -> str:
-    name = backend or default_backend()
+    name = default_backend() if backend is None else backend
     if name not in supported_backends():
         raise NotImplementedError(f"no LoRA backend {name!r}; there are {supported_backends()}")
     where = jax.default_backend()

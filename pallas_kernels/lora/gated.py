@@ -16,6 +16,7 @@ from jaxtyping import Float
 
 from pallas_kernels.lora import _triton_gated
 from pallas_kernels.lora._triton_common import tiling
+from pallas_kernels.lora.checks import check_rows
 from pallas_kernels.lora.tilings import Choice, choice
 
 
@@ -38,6 +39,7 @@ def gate(
     On a GPU from MIN_ROWS rows on, or interpreted, Pallas-Triton: computed in float32, rounded
     once. Elsewhere XLA, in y's dtype. Raises ValueError for an odd number of columns.
     """
+    check_rows("y", y)
     if y.shape[1] % 2:
         raise ValueError(f"y: wanted gate and up of equal width, got {y.shape[1]} columns")
     if in_pallas(y.shape[0], interpret=interpret):

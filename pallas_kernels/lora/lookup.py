@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from pallas_kernels.lora.checks import check_numbers, check_tables
 from pallas_kernels.lora.tables import SIDE_A, FactorTables, Routing
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "max_rank"))
 def look_up(
     ids: Int[Array, "tokens"],
     tables: FactorTables,
@@ -28,9 +28,21 @@ def look_up(
     """h of tokens whose x is 1 at `ids` (each below the kind's d_in) and 0 elsewhere.
 
     For `expand_add`: the rank rows of a slot's parts follow one another. What stands past a row's
-    rank, or in a row without an adapter, is of no meaning.
+    rank, or in a row without an adapter, is of no meaning. Raises ValueError for shapes that do not
+    fit; an id past d_in is the caller's mistake, and reads another factor.
     """
+    check_tables(tables)
+    check_numbers(tables, layer, (kind,), max_rank)
     slots = jnp.asarray(routing.slots)
+    if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f"ids: wanted [tokens] of integers, got {ids.dtype}{list(ids.shape)}")
+    if slots.shape != ids.shape:
+        raise ValueError(f"routing.slots: wanted shape {ids.shape}, got {slots.shape}")
+    return _look_up(ids, tables, slots, layer, kind=kind, max_rank=max_rank)
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "max_rank"))
+def _look_up(ids, tables: FactorTables, slots, layer, *, kind: int, max_rank: int) -> Array:
     first = tables.first_row[kind, SIDE_A, layer][slots]  # [tokens, parts]
     rank = tables.rank[kind, layer][slots]
     start = jnp.cumsum(rank, axis=1) - rank

@@ -43,8 +43,19 @@ def product_parts(
     choice: ProductChoice | None = None,  # None: this card's
     interpret: bool = False,
 ) -> Float[Array, "splits rows d_out"]:
-    """float32 sums over each split of d_in; the product itself in `dtype` where there is one."""
-    choice = choice or product_choice(cut.rows, *weight.shape)
+    """float32 sums over each split of d_in; the product itself in `dtype` where there is one.
+
+    Raises ValueError where `cut` is not one of x and weight, and NotImplementedError on a card that
+    has no choice for it.
+    """
+    wanted = (cut.columns * cut.tiles, cut.depth * cut.steps * cut.splits)
+    if weight.shape != wanted:
+        raise ValueError(f"weight: wanted shape {wanted} as in the cut, got {weight.shape}")
+    if x.ndim != 2 or x.shape[0] > cut.rows or x.shape[1] != wanted[1]:
+        raise ValueError(f"x: wanted [{cut.rows} rows at most, {wanted[1]}], got {x.shape}")
+    choice = choice or product_choice(cut.rows, *wanted)
+    if choice is None:
+        raise NotImplementedError("product_parts: this card has no choice in tilings.json")
     return _product_parts(
         x, weight, dtype=jnp.dtype(dtype), cut=cut, choice=choice, interpret=interpret
     )

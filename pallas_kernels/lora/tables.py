@@ -47,7 +47,8 @@ class Routing(NamedTuple):
     behind the used ones. Only the decode kernels read them.
 
     `entries` says for every layer where each tile's factors lie; `api.resolve` makes it of the
-    tables, once for all layers, for the kernels that want it.
+    tables, once for all layers, for the kernels that want it. They believe it: after a slot or the
+    tiles changed, old entries lead to what lay there before.
     """
 
     slots: Int[Array | np.ndarray, "tokens"]
@@ -57,7 +58,13 @@ class Routing(NamedTuple):
 
 
 def decode_tiles(slots: Int[np.ndarray, "tokens"]) -> Int[np.ndarray, "tokens 1+TILE"]:
-    """`Routing.tiles` of a decode step, the used ones first."""
+    """`Routing.tiles` of a decode step, the used ones first.
+
+    Raises ValueError where `slots` are not a row of numbers from 0 on.
+    """
+    slots = np.asarray(slots)
+    if slots.ndim != 1 or (slots < 0).any():
+        raise ValueError(f"slots: wanted [tokens] from 0 on, got {slots.tolist()}")
     tokens = len(slots)
     tiles = np.full((tokens, 1 + TILE), tokens, np.int32)
     tiles[:, 0] = 0

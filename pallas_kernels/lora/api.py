@@ -6,7 +6,8 @@ added in float32 and the sum cast to y's dtype.
 
 What holds for every backend:
 
-- Rows of slot 0, rows of padding and kinds at which a slot has rank 0 keep y's bits.
+- Rows of slot 0, rows of padding and kinds at which a slot has rank 0 keep y's bits; a NaN stays
+  one, but may lose its payload.
 - A row's bits depend on its own x and its own slot's factors alone, within a phase and a backend:
   not on the batch, on the row's place in it, or on the neighbours' adapters and ranks.
 - Pool rows that no slot names, h past a row's rank, and h of rows without an adapter may hold

@@ -54,6 +54,8 @@ def check_routing(tables: FactorTables, routing: Routing, phase: str) -> None:
     if phase not in PHASES:
         raise ValueError(f"phase: wanted one of {PHASES}, got {phase!r}")
     slots, segments, tiles, entries = routing
+    if slots.ndim != 1 or not slots.shape[0]:
+        raise ValueError(f"routing.slots: wanted [tokens], one or more, got {slots.shape}")
     if segments.ndim != 2 or segments.shape[1] != 3:
         raise ValueError(f"routing.segments: wanted [n, 3], got {segments.shape}")
     if tiles.ndim != 2 or tiles.shape[1] != 1 + TILE:

@@ -98,6 +98,7 @@ def test_tables_of_wrong_shape_or_dtype_are_refused(name, changes, message):
         ("prefill", {"segments": np.zeros((0, 3), np.int32)}, "routing.segments: has no row"),
         ("prefill", {"segments": np.zeros((1, 2), np.int32)}, r"routing.segments: wanted \[n, 3\]"),
         ("decode", {"slots": np.zeros(TOKENS)}, "routing.slots: wanted integers, got float64"),
+        ("decode", {"slots": np.zeros(0, np.int32)}, r"routing.slots: wanted \[tokens\], one or"),
         ("train", {}, "phase: wanted one of"),
     ],
 )

@@ -1,5 +1,7 @@
 """Every public function refuses what its shapes, dtypes and static numbers tell it is wrong."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -124,11 +126,12 @@ def test_entries_that_are_there_are_made_anew_by_resolve():
     old = wd.routing(SLOTS)._replace(entries=(jnp.zeros((9, 9, 9), jnp.int32),))
     how = {"phase": "decode", "backend": "triton", "interpret": True}
     new = resolve(tables(), old, **how).entries
+    assert new is not None
     assert [entry.shape for entry in new] == [(2, TOKENS, 8)] * wd.LAYERS
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "message"),
+    ("what", "args", "message"),
     [
         ("x of three axes", (Y, X[None]), r"x: wanted \[tokens, d\], got \(1, 3, 200\)"),
         ("x of other tokens", (Y, X[:1]), "x: wanted 3 tokens as in y, got 1"),
@@ -137,10 +140,10 @@ def test_entries_that_are_there_are_made_anew_by_resolve():
         ("y of one axis", (Y[0], X), r"y: wanted \[tokens, d\], got \(300,\)"),
     ],
 )
-def test_inputs_of_wrong_shape_or_dtype_are_refused(name, args, message):
+def test_inputs_of_wrong_shape_or_dtype_are_refused(what, args, message):
     for function in (add_delta, add_delta_gated):
         with pytest.raises(ValueError, match=message):
-            function(*args, tables(), wd.routing(SLOTS), **OUT, **HOW)
+            function(args[0], args[1], tables(), wd.routing(SLOTS), **OUT, **HOW)
 
 
 def test_one_rows_delta_is_not_added_to_all_rows_of_the_parts():
@@ -187,7 +190,8 @@ def test_ids_that_do_not_fit_are_refused():
 
 
 def test_a_list_of_slots_has_the_tiles_of_an_array():
-    np.testing.assert_array_equal(decode_tiles([0, 2, 0, 1]), decode_tiles(np.array([0, 2, 0, 1])))
+    slots: Any = [0, 2, 0, 1]
+    np.testing.assert_array_equal(decode_tiles(slots), decode_tiles(np.array(slots)))
     with pytest.raises(ValueError, match=r"slots: wanted \[tokens\] from 0 on, got \[1, -1\]"):
         decode_tiles(np.array([1, -1]))
     with pytest.raises(ValueError, match="slots: wanted"):

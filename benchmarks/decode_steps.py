@@ -108,7 +108,7 @@ def measure(engine: EngineCore, batch: int, adapters: int, options) -> dict:
             engine.step()
             times.append(time.perf_counter())
         if sum(s.finish_reason is None for s in engine.scheduler.running) < batch:
-            _parser().error(f"--answer {options.answer}: requests ended before the last timed step")
+            Parser().error(f"--answer {options.answer}: requests ended before the last timed step")
         medians.append(statistics.median(np.diff(times[STEPS_BEFORE:])))
         if repeat == REPEATS - 1:
             last = _device_times(engine, options.profile)

@@ -112,7 +112,6 @@ class TableRefs(NamedTuple):
     """The slot tables, for kernels that look slots up themselves."""
 
     layer: Any
-    pool: Any
     first_row: Any
     rank: Any
     scale: Any

@@ -97,7 +97,7 @@ def prefill_kernel(
     """One tile of consecutive tokens and the same columns of gate and up."""
     span, first = pl.program_id(0), pl.program_id(1) * rows
     tokens, d = o_ref.shape
-    tables = TableRefs(layer, pool, first_row, rank, scale)
+    tables = TableRefs(layer, first_row, rank, scale)
     deltas = [_Deltas(tables, pool, n, kind, ranks, h_ref, o_ref) for n, kind in enumerate(kinds)]
     alive = (first + iota(rows) < tokens)[:, None]
 

@@ -68,7 +68,7 @@ def shrink_kernel(
 ):
     # Programs of the same tokens run side by side, so that they share the reads of x.
     n, split, tile = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    tables = TableRefs(layer, pool, first_row, rank, scale)
+    tables = TableRefs(layer, first_row, rank, scale)
     kind, d = pick(kinds, n), x_ref.shape[1]
     first = tile * rows
 
@@ -113,7 +113,7 @@ def expand_kernel(
     rows,
 ):
     j, tile = pl.program_id(0), pl.program_id(1)
-    tables = TableRefs(layer, pool, first_row, rank, scale)
+    tables = TableRefs(layer, first_row, rank, scale)
     n, kind, begin, width, offset = outputs.find(j)
     columns, per_program = outputs.tilings[0][:2]
     first = tile * rows

@@ -37,6 +37,7 @@ from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.lora import mosaic_gpu, pallas_triton, reference
 from pallas_kernels.lora.checks import (
+    Phase,
     check_call,
     check_h,
     check_outputs,
@@ -49,7 +50,6 @@ from pallas_kernels.lora.product import add_parts_and_delta, sum_parts
 from pallas_kernels.lora.tables import FactorTables, Routing
 
 
-Phase = Literal["decode", "prefill"]
 Backend = Literal["xla", "triton", "mosaic"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -9,7 +11,9 @@ from jax import Array
 from pallas_kernels.lora.tables import TILE, FactorTables, Routing
 
 
-PHASES = ("decode", "prefill")
+Phase = Literal["decode", "prefill"]
+PHASES = get_args(Phase)
+STATIC = (int, np.integer)  # a layer whose number is known while a program is traced
 FLOATS = (jnp.float32, jnp.bfloat16)
 
 
@@ -85,7 +89,7 @@ def check_numbers(
     n_kinds, layers = tables.rank.shape[:2]
     if not isinstance(kinds, tuple) or not kinds or not all(0 <= k < n_kinds for k in kinds):
         raise ValueError(f"kinds: wanted some of 0 to {n_kinds - 1} in a tuple, got {kinds}")
-    if isinstance(layer, (int, np.integer)):
+    if isinstance(layer, STATIC):
         if not 0 <= layer < layers:
             raise ValueError(f"layer: wanted 0 to {layers - 1}, got {layer}")
     elif layer.shape or not jnp.issubdtype(layer.dtype, jnp.integer):

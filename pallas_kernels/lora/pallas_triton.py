@@ -25,6 +25,7 @@ from pallas_kernels.lora._triton_common import (
     rank_tile,
     tiling,
 )
+from pallas_kernels.lora.checks import STATIC
 from pallas_kernels.lora.tables import FactorTables, Routing
 from pallas_kernels.lora.tilings import Choice, choice
 
@@ -133,7 +134,7 @@ def _operands(
     entries = routing.entries
     if entries is None:
         entries = resolve(tables, routing, interpret=interpret)
-    at = entries[layer] if isinstance(layer, int) else jnp.stack(entries)[layer]
+    at = entries[layer] if isinstance(layer, STATIC) else jnp.stack(entries)[layer]
     return (jnp.asarray(routing.tiles), at, tables.pool)
 
 
